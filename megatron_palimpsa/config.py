@@ -71,7 +71,7 @@ class ModelConfig:
     beta_rank: Positive = 128
     """Rank of beta's projection in P layers (48 for 170M, 96 for 760M; the authors' layer default is 128)."""
     beta_scale_init: Literal["scratch", "finetune", "finetune-effective"] = "scratch"
-    """b_scale under its softplus: `scratch` 1 raw, `finetune` U(0.1, 1) raw, `finetune-effective` softplus in U(0.1, 1)."""
+    """b_scale, raw under a softplus: `scratch` 1, `finetune` U(0.1, 1), `finetune-effective` softplus in U(0.1, 1)."""
     train_prior: bool = False
     dt_min: PositiveFloat = 1e-3
     dt_max: PositiveFloat = 1e-1
@@ -100,14 +100,14 @@ class ModelConfig:
 
 @dataclass(frozen=True, config=_STRICT)
 class DataConfig:
-    """Blend files (YAML lists of {set, weight, epochs}) of prepared shard sets; paths are relative to the working folder."""
+    """Blend files (YAML lists of {set, weight, epochs}) of prepared sets; paths are relative to the working folder."""
 
     train_blend: str
     valid_blend: str
     tokenizer: str
     """SentencePiece `.model` file that the shards were made with."""
     packing: Literal["concat", "best-fit"] = "concat"
-    """`concat` cuts one stream of documents every seq_length tokens; `best-fit` keeps documents whole where they fit."""
+    """`concat` cuts one stream of documents every seq_length tokens; `best-fit` keeps them whole where they fit."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -301,8 +301,9 @@ def _check_batch(config: StageConfig, data_parallel_size: int) -> None:
     step = train.micro_batch_size * data_parallel_size * seq_length
     if train.global_batch_tokens % step:
         raise ConfigError(
-            f"train.global_batch_tokens={train.global_batch_tokens} is not a multiple of {step} (train.micro_batch_size "
-            f"{train.micro_batch_size} * data-parallel size {data_parallel_size} * model.seq_length {seq_length})"
+            f"train.global_batch_tokens={train.global_batch_tokens} is not a multiple of {step} "
+            f"(train.micro_batch_size {train.micro_batch_size} * data-parallel size {data_parallel_size} "
+            f"* model.seq_length {seq_length})"
         )
 
 
