@@ -1,0 +1,77 @@
+"""Process groups, Megatron's parallel state and the random states of a process."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron_palimpsa.config import ConfigError, ParallelConfig
+from megatron_palimpsa.parallel import cpu
+
+TIMEOUT = timedelta(minutes=20)
+"""After this long without an answer a collective fails: a dead rank must not hold the others for ever."""
+
+
+def world_size_from_environment() -> int:
+    """Ranks started by torchrun; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def initialize(parallel: ParallelConfig, seed: int) -> None:
+    """Join the process group, build Megatron's groups for the layout and seed every random state.
+
+    Reads torchrun's environment (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). One process alone needs
+    neither the environment nor a port. NCCL with one GPU a rank where CUDA exists, gloo on the CPU otherwise. A
+    process group that exists already is used as it is.
+
+    Raises:
+        ConfigError: the layout does not divide the number of ranks.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else world_size_from_environment()
+    if world_size % (parallel.tp * parallel.pp):
+        raise ConfigError(
+            f"parallel.tp={parallel.tp} * parallel.pp={parallel.pp} does not divide the {world_size} ranks started"
+        )
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        cpu.install()
+    if not dist.is_initialized():
+        _join_process_group(world_size)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=int(TIMEOUT.total_seconds()) // 60,
+    )
+    _seed(seed)
+
+
+def _join_process_group(world_size: int) -> None:
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
+    if world_size == 1:
+        dist.init_process_group(
+            backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT, device_id=device
+        )
+    else:
+        dist.init_process_group(backend, init_method="env://", timeout=TIMEOUT, device_id=device)
+
+
+def _seed(seed: int) -> None:
+    # Pipeline stages hold different layers: one seed for all would give layers of two stages the same weights.
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def destroy() -> None:
+    """Leave the parallel state and the process group; a process that never joined may call it too."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
