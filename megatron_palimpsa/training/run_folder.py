@@ -1,0 +1,144 @@
+"""The folder of a stage: its lock, its resolved configuration, its marker; nothing here needs torch."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_palimpsa.config import ConfigError, StageConfig, load_stage, save_resolved, to_dict
+
+logger = logging.getLogger(__name__)
+
+# A resumed run may change these: they do not change which weights the stage ends with, but for rounding.
+# Moved data files are recognised by their fingerprint, in whatever place they lie.
+_FREE_SECTIONS = {"output_dir", "parallel", "checkpoint", "logging"}
+_FREE_KEYS = {
+    "data.train_blend",
+    "data.valid_blend",
+    "data.tokenizer",
+    "train.micro_batch_size",
+    "train.recompute",
+    "train.eval_interval",
+    "train.eval_batches",
+    "train.stop_at_step",
+    "train.stop_at_tokens",
+    "train.stop_after_minutes",
+    "train.max_grad_norm_ratio",
+    "train.max_bad_steps",
+}
+
+
+class RunFolder:
+    """Paths of one stage's folder (`output_dir/name`) and the files that belong to the folder as a whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.tensorboard = path / "tensorboard"
+        self.checkpoints = path / "checkpoints"
+        self.marker = path / "STAGE_COMPLETE"
+
+    @property
+    def has_checkpoints(self) -> bool:
+        return self.checkpoints.is_dir() and any(self.checkpoints.glob("step-*"))
+
+    def read_marker(self) -> dict[str, Any] | None:
+        """What the finished stage noted at its end, or None while it is not complete."""
+        try:
+            return json.loads(self.marker.read_text())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise ConfigError(f"{self.marker}: not readable as the marker of a complete stage: {error}") from None
+
+    def write_marker(self, summary: dict[str, Any]) -> None:
+        temporary = self.marker.with_name(".STAGE_COMPLETE.tmp")
+        with temporary.open("w") as file:
+            file.write(json.dumps(summary, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.marker)
+
+    def write_config(self, config: StageConfig) -> None:
+        temporary = self.config.with_name(".config.yaml.tmp")
+        save_resolved(config, temporary)
+        temporary.replace(self.config)
+
+    def check_config(self, config: StageConfig) -> None:
+        """Refuse to go on with the folder's checkpoints under a configuration that would give other weights.
+
+        Raises:
+            ConfigError: names every differing key with both values.
+        """
+        if not self.config.is_file() or not (self.has_checkpoints or self.marker.exists()):
+            return
+        before, now = _flatten(to_dict(load_stage(self.config))), _flatten(to_dict(config))
+        differing = [
+            f"{key}={now.get(key)!r} (there {before.get(key)!r})"
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key) and key not in _FREE_KEYS and key.split(".")[0] not in _FREE_SECTIONS
+        ]
+        if differing:
+            raise ConfigError(
+                f"{self.path} holds a run with other settings: {', '.join(differing)}; "
+                f"give the stage another name, or remove that folder to start anew"
+            )
+
+    def check_disk_space(self, checkpoint_bytes: int, keep: int) -> None:
+        """Refuse a run whose checkpoints will not fit: `keep` of them and the one being written.
+
+        Raises:
+            ConfigError: names the free and the needed space.
+        """
+        held = len(list(self.checkpoints.glob("step-*"))) if self.has_checkpoints else 0
+        needed = checkpoint_bytes * max(keep + 1 - held, 1)
+        place = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        free = shutil.disk_usage(place).free
+        if free < needed:
+            raise ConfigError(
+                f"output_dir: no disk space for checkpoints in {place}: {_gigabytes(free)} are free, "
+                f"{_gigabytes(needed)} needed (checkpoint.keep={keep}, {_gigabytes(checkpoint_bytes)} each)"
+            )
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for this process; the kernel lets go of the lock however the process ends.
+
+        Raises:
+            ConfigError: another process trains into this folder.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read().strip() or "unknown"
+                raise ConfigError(f"{self.path}: another process trains into this folder ({holder})") from None
+            except OSError as error:
+                # Lustre and some NFS mounts offer no locks.
+                logger.warning("%s: cannot be locked against a second process: %s", self.path, error)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+            yield
+
+
+def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.3g} GB"

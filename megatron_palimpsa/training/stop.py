@@ -1,0 +1,78 @@
+"""When a run stops before its tokens are done: on a signal, at a step, at a token count or by the clock."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from enum import IntEnum
+from types import FrameType
+
+from megatron_palimpsa.config import TrainConfig
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopReason(IntEnum):
+    """Higher wins where ranks differ."""
+
+    NONE = 0
+    STEP = 1
+    TOKENS = 2
+    MINUTES = 3
+    SIGNAL = 4
+
+    def __str__(self) -> str:
+        return {
+            StopReason.NONE: "",
+            StopReason.STEP: "train.stop_at_step reached",
+            StopReason.TOKENS: "train.stop_at_tokens reached",
+            StopReason.MINUTES: "train.stop_after_minutes reached",
+            StopReason.SIGNAL: "stop signal received",
+        }[self]
+
+
+class StopControl:
+    """Asks at every step boundary whether to save and stop; all ranks get the same answer.
+
+    A signal (SIGTERM, SIGUSR1) that reaches one rank only, or clocks that differ, must not leave the others waiting
+    in a collective: the reasons are compared over all ranks.
+    """
+
+    def __init__(self, train: TrainConfig, agree: Callable[[int], int], clock: Callable[[], float] = time.monotonic):
+        """`agree` gives the largest of the ranks' numbers to all of them."""
+        self._train = train
+        self._agree = agree
+        self._clock = clock
+        self._start = clock()
+        self._signalled = False
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Inside, a stop signal is noted instead of ending the process."""
+        before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True
+
+    def reason(self, step: int, tokens: int) -> StopReason:
+        """Why to stop now that `step` steps and `tokens` tokens are done; a collective call."""
+        return StopReason(self._agree(self._own_reason(step, tokens)))
+
+    def _own_reason(self, step: int, tokens: int) -> StopReason:
+        train = self._train
+        if self._signalled:
+            return StopReason.SIGNAL
+        if train.stop_after_minutes is not None and self._clock() - self._start >= 60 * train.stop_after_minutes:
+            return StopReason.MINUTES
+        if train.stop_at_tokens is not None and tokens >= train.stop_at_tokens:
+            return StopReason.TOKENS
+        if train.stop_at_step is not None and step >= train.stop_at_step:
+            return StopReason.STEP
+        return StopReason.NONE

@@ -1,0 +1,84 @@
+"""Weights & Biases beside the other records: online where a key is, offline files otherwise, never a question."""
+
+from __future__ import annotations
+
+import logging
+import netrc
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from megatron_palimpsa.config import ConfigError, StageConfig, to_dict
+from megatron_palimpsa.training.metrics import flatten_scalars
+
+logger = logging.getLogger(__name__)
+
+
+class WandbLog:
+    """One W&B run for the stage, the same one after every resume (its id is kept in the run folder)."""
+
+    def __init__(self, config: StageConfig, folder: Path) -> None:
+        """
+        Raises:
+            ConfigError: the `wandb` package is not installed.
+        """
+        try:
+            import wandb
+        except ImportError:
+            raise ConfigError(
+                f"logging.wandb_project={config.logging.wandb_project!r} needs the package wandb: "
+                f'pip install "megatron-palimpsa[wandb]", or set logging.wandb_project=null'
+            ) from None
+        options = {
+            "project": config.logging.wandb_project,
+            "name": config.name,
+            "id": run_id(folder),
+            "resume": "allow",
+            "dir": str(folder),
+            "config": to_dict(config),
+            "settings": wandb.Settings(silent=True),
+        }
+        mode = choose_mode()
+        try:
+            self._run = wandb.init(mode=mode, **options)
+        except wandb.errors.CommError as error:
+            logger.warning("Weights & Biases cannot be reached (%s): this run is logged offline", error)
+            mode = "offline"
+            self._run = wandb.init(mode=mode, **options)
+        # Steps done again after a resume would be dropped under wandb's own step, which may not fall.
+        self._run.define_metric("*", step_metric="step")
+        logger.info("Weights & Biases: run %s, %s", self._run.id, mode)
+
+    def write(self, kind: str, **values: Any) -> None:
+        scalars = {f"{kind}/{name}": value for name, value in flatten_scalars(values)}
+        self._run.log(scalars | {"step": values["step"]})
+
+    def sync(self) -> None:
+        """W&B sends on its own."""
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def choose_mode() -> str:
+    """WANDB_MODE where it is set, else `online` with a key in WANDB_API_KEY or netrc, else `offline`."""
+    if mode := os.environ.get("WANDB_MODE"):
+        return mode
+    if os.environ.get("WANDB_API_KEY"):
+        return "online"
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        known = netrc.netrc(os.environ.get("NETRC", str(Path("~/.netrc").expanduser()))).authenticators(host)
+    except (OSError, netrc.NetrcParseError):
+        known = None
+    return "online" if known else "offline"
+
+
+def run_id(folder: Path) -> str:
+    """The id kept in the folder; made on the first call."""
+    path = folder / "wandb-run-id"
+    if not path.exists():
+        path.write_text(secrets.token_hex(4))
+    return path.read_text().strip()
