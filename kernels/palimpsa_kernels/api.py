@@ -90,7 +90,7 @@ def chunk_palimpsa(
             where looking costs nothing) offsets or priors outside of their range.
     """
     checks.check_heads(q, v, 4)
-    batch, tokens, groups, key_dim = q.shape
+    batch, tokens, _, key_dim = q.shape
     heads, value_dim = v.shape[2:]
     states = checks.number_of_states(q, cu_seqlens)
     shapes = {
@@ -236,7 +236,7 @@ def chunk_ssd(
         ValueError: as in `chunk_palimpsa`.
     """
     checks.check_heads(q, v, 4)
-    batch, tokens, groups, key_dim = q.shape
+    batch, tokens, _, key_dim = q.shape
     heads, value_dim = v.shape[2:]
     states = checks.number_of_states(q, cu_seqlens)
     shapes = {
@@ -336,7 +336,7 @@ def causal_conv1d(
 
     Args:
         x: [B, T, D]; bf16, fp16 or fp32.
-        weight: one filter of width W per channel [D, W], in x's dtype or fp32; weight[:, W - 1] meets the current token.
+        weight: a filter of width W per channel [D, W], in x's dtype or fp32; weight[:, W - 1] meets the current token.
         bias: [D], in the weight's dtype, or None.
         activation: "silu" or None.
         initial_state: the W - 1 inputs before each document [N, D, W - 1], oldest first, in x's dtype or fp32; zeros

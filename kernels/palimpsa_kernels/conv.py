@@ -1,10 +1,16 @@
-"""Depthwise causal convolution in PyTorch."""
+"""Depthwise causal convolution in PyTorch.
+
+Every document is copied behind its own W - 1 earlier inputs, so that one shifted sum per tap serves all documents and
+no tap can reach into the document before; the final state is what then lies before a document's end.
+"""
+
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from palimpsa_kernels.reference import causal_conv1d_reference
+from palimpsa_kernels.packing import document_offsets, spread_positions
 
 
 def causal_conv1d(
@@ -18,10 +24,39 @@ def causal_conv1d(
     cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """See `palimpsa_kernels.causal_conv1d`."""
-    y, state = causal_conv1d_reference(
-        x, weight, bias, activation=activation, initial_state=initial_state, cu_seqlens=cu_seqlens
-    )
-    return (y.to(x.dtype), state.to(x.dtype)) if output_final_state else y.to(x.dtype)
+    batch, tokens, dim = x.shape
+    history = weight.shape[1] - 1
+    offsets = document_offsets(batch, tokens, cu_seqlens)
+    documents, used = len(offsets) - 1, offsets[-1]
+    starts = [offset + (d + 1) * history for d, offset in enumerate(offsets[:-1])]
+    positions = spread_positions(offsets, starts, x.device)
+    slots = _slots_before(starts, history, x.device)
+
+    flat = x.reshape(batch * tokens, dim)[:used].float()
+    spread = flat.new_zeros(used + documents * history, dim).index_copy(0, positions, flat)
+    if initial_state is not None:
+        spread = spread.index_copy(0, slots, initial_state.mT.reshape(-1, dim).float())
+
+    taps = weight.float().unbind(1)
+    y = spread[history:] * taps[history]
+    for w in range(history):
+        y = torch.addcmul(y, spread[w : w + len(y)], taps[w])
+    y = y.index_select(0, positions - history)
+    if bias is not None:
+        y = y + bias.float()
+    if activation == "silu":
+        y = F.silu(y)
+    y = F.pad(y, (0, 0, 0, batch * tokens - used)).view(batch, tokens, dim).to(x.dtype)
+    if not output_final_state:
+        return y
+    ends = [start + after - before for start, (before, after) in zip(starts, pairwise(offsets), strict=True)]
+    final = spread.index_select(0, _slots_before(ends, history, x.device))
+    return y, final.view(documents, history, dim).mT.to(x.dtype)
+
+
+def _slots_before(places: list[int], count: int, device: torch.device) -> Tensor:
+    """The `count` indices before each place, flat [len(places) * count] int64."""
+    return (torch.tensor(places)[:, None] + torch.arange(-count, 0)).flatten().to(device)
 
 
 @torch.no_grad()

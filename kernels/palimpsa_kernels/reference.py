@@ -4,6 +4,7 @@ Slow and plain on purpose. Every other implementation of the package is tested a
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +17,11 @@ def documents(batch: int, tokens: int, cu_seqlens: Tensor | None) -> Iterator[tu
         yield from ((row, 0, tokens) for row in range(batch))
         return
     offsets = cu_seqlens.tolist()
-    yield from ((0, start, end) for start, end in zip(offsets[:-1], offsets[1:], strict=True))
+    yield from ((0, start, end) for start, end in pairwise(offsets))
 
 
 def _rows(batch: int, tokens: int, pieces: list[tuple[int, int, list[Tensor]]], like: Tensor) -> Tensor:
-    """Put each document's outputs, (row, start, list over its tokens), at their place in [B, T, ...], zero elsewhere."""
+    """Put each document's outputs, (row, start, list over its tokens), in place in [B, T, ...], zero elsewhere."""
     rows = [[torch.zeros_like(like)] * tokens for _ in range(batch)]
     for row, start, outputs in pieces:
         rows[row][start : start + len(outputs)] = outputs
