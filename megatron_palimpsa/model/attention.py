@@ -1,0 +1,95 @@
+"""Core attention of `*` layers over torch's scaled_dot_product_attention, for packed documents and cached decoding."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
+
+
+class CoreAttention(nn.Module):
+    """Causal softmax(scale * Q K^T) V, each document by itself; grouped queries; no T x T scores in memory.
+
+    Takes the arguments that Megatron's SelfAttention gives. Context parallelism, dropout, an arbitrary mask or an
+    attention bias are not implemented and refused.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__()
+        if attention_type != "self" or attn_mask_type != AttnMaskType.causal:
+            raise ValueError(f"only causal self-attention, not {attention_type} with a {attn_mask_type.name} mask")
+        if config.attention_dropout or config.context_parallel_size > 1:
+            raise ValueError("attention dropout and context parallelism are not implemented for attention layers")
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [S, B, Hq, D], or [T, Hq, D] with `packed_seq_params` (format thd).
+            key, value: [L, B, Hkv, D] with L >= S: the S queries are the last of L positions; or [T, Hkv, D].
+            attn_mask_type: causal; Megatron says no_mask when it decodes behind cached keys, where lower-right
+                causality is the same for one token and right for several.
+
+        Returns:
+            [S, B, Hq * D], or [T, Hq * D]; 0 behind the last document.
+        """
+        if attention_mask is not None or attention_bias is not None:
+            raise ValueError("attention layers are causal within documents: no attention_mask, no attention_bias")
+        if packed_seq_params is not None:
+            return self._packed(query, key, value, packed_seq_params)
+        query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        return self._attend(query, key, value).permute(2, 0, 1, 3).flatten(-2)
+
+    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
+        offsets = packed.cu_seqlens_q.tolist()
+        query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+        documents = [
+            self._attend(*(t[:, start:end].unsqueeze(0) for t in (query, key, value)))[0]
+            for start, end in itertools.pairwise(offsets)
+            if end > start
+        ]
+        padding = query.shape[1] - offsets[-1]
+        if padding:
+            documents.append(query.new_zeros(query.shape[0], padding, query.shape[2]))
+        return torch.cat(documents, dim=1).transpose(0, 1).flatten(-2)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [B, Hq, S, D], key and value [B, Hkv, L, D] -> [B, Hq, S, D]."""
+        queries, keys = query.shape[2], key.shape[2]
+        mask = causal_lower_right(queries, keys) if 1 < queries < keys else None
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=queries == keys,
+            scale=self.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )

@@ -1,0 +1,147 @@
+"""From a stage's configuration to Megatron's HybridModel, and from a batch to its losses."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+from megatron_palimpsa.config import ModelConfig, StageConfig
+from megatron_palimpsa.model.init import initialize_weights
+from megatron_palimpsa.model.mixer import MixerOptions
+from megatron_palimpsa.model.spec import hybrid_stack_spec
+from megatron_palimpsa.training.batch import Batch
+
+
+def transformer_config(config: StageConfig) -> TransformerConfig:
+    """Megatron's configuration of the model and its layout."""
+    model, parallel = config.model, config.parallel
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    # Megatron wants a number of attention heads even of a model without attention layers.
+    attention_heads = model.num_attention_heads or model.nheads
+    recompute = {}
+    if config.train.recompute == "full":
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=len(model.layers),
+        hidden_size=model.hidden_size,
+        num_attention_heads=attention_heads,
+        num_query_groups=model.num_query_groups or attention_heads,
+        kv_channels=model.hidden_size // attention_heads if model.num_attention_heads else model.headdim,
+        ffn_hidden_size=model.ffn_hidden_size,
+        is_hybrid_model=True,
+        mamba_state_dim=model.d_state,
+        mamba_head_dim=model.headdim,
+        mamba_num_groups=model.ngroups,
+        mamba_num_heads=model.nheads,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        fp32_residual_connection=model.fp32_residual,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # The residual stream is what goes from stage to stage.
+        pipeline_dtype=torch.float32 if model.fp32_residual else dtype,
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        sequence_parallel=parallel.sequence_parallel,
+        # `initialize_weights` fills what the constructors only allocate, on the CPU first.
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        **recompute,
+    )
+
+
+def stage_pattern(pattern: str, pp: int) -> str:
+    """The pattern with exactly pp - 1 pipeline borders: those it has, or an even split; none at pp = 1."""
+    layers = pattern.replace("|", "")
+    if pp == 1:
+        return layers
+    if "|" in pattern:
+        return pattern
+    size = len(layers) // pp
+    return "|".join(layers[start : start + size] for start in range(0, len(layers), size))
+
+
+def mixer_options(model: ModelConfig) -> MixerOptions:
+    return MixerOptions(
+        d_conv=model.d_conv,
+        norm_groups=model.norm_groups,
+        beta_rank=model.beta_rank,
+        train_prior=model.train_prior,
+    )
+
+
+def build_model(
+    config: StageConfig,
+    *,
+    pre_process: bool = True,
+    post_process: bool = True,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> HybridModel:
+    """The part of the model that this rank holds, with initial weights drawn from `config.seed`.
+
+    Args:
+        config: checked with `check_stage`.
+        pre_process: this pipeline stage embeds the tokens.
+        post_process: this pipeline stage computes logits and losses.
+        pg_collection: process groups; None takes parallel_state's.
+
+    Returns:
+        A HybridModel on the current CUDA device, or on the CPU without one. Parameters are in the precision of
+        `config.train`, but for those marked `keep_fp32`. Its `model_config` is `config.model`.
+    """
+    groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+    model = HybridModel(
+        transformer_config(config),
+        hybrid_stack_spec(mixer_options(config.model)),
+        vocab_size=config.model.padded_vocab_size,
+        max_sequence_length=config.model.seq_length,
+        hybrid_layer_pattern=stage_pattern(config.model.pattern, config.parallel.pp),
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=config.model.tie_embeddings,
+        pg_collection=groups,
+    )
+    model.model_config = config.model
+    initialize_weights(model, config.model, config.seed)
+    return model.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else model
+
+
+def packed_sequence(cu_seqlens: Tensor) -> PackedSeqParams:
+    """Megatron's description of the documents in a row."""
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
+
+
+def forward_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Run one microbatch through this rank's part of the model.
+
+    Args:
+        model: what `build_model` gives, or a wrapper around it.
+        batch: on the model's device.
+
+    Returns:
+        On the last pipeline stage the negative log-likelihood of each label, [1, T] fp32, `loss_mask` not applied;
+        on the others hidden states.
+    """
+    return model(
+        input_ids=batch.tokens,
+        position_ids=None,
+        attention_mask=None,
+        labels=batch.labels,
+        packed_seq_params=packed_sequence(batch.cu_seqlens),
+    )

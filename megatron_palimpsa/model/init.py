@@ -1,0 +1,135 @@
+"""Initial weights: the same numbers under every layout, drawn parameter by parameter from the stage's seed."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import torch
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from torch import Tensor
+
+from megatron_palimpsa.config import ModelConfig
+from megatron_palimpsa.model.naming import global_parameters
+from megatron_palimpsa.model.tensor_parallel import full_shape, local_share
+
+BETA_DOWN_STD = 0.02
+LOWEST_A, HIGHEST_A = 1.0, 16.0
+
+Initializer = Callable[[Tensor, ModelConfig, torch.Generator], object]
+
+
+def inverse_softplus(value: Tensor) -> Tensor:
+    """The x with softplus(x) = value > 0."""
+    return value + torch.log(-torch.expm1(-value))
+
+
+def _ones(full: Tensor, model: ModelConfig, generator: torch.Generator) -> None:
+    full.fill_(1.0)
+
+
+def _zeros(full: Tensor, model: ModelConfig, generator: torch.Generator) -> None:
+    full.zero_()
+
+
+def _normal(full: Tensor, model: ModelConfig, generator: torch.Generator) -> None:
+    full.normal_(0.0, model.init_std, generator=generator)
+
+
+def _normal_into_residual(full: Tensor, model: ModelConfig, generator: torch.Generator) -> None:
+    # Each layer of a pattern adds to the residual stream once: 1 / sqrt(layers), as state-spaces and Megatron's hybrid
+    # models scale it (and not 1 / sqrt(2 * layers), which counts an attention and an MLP for each layer).
+    full.normal_(0.0, model.init_std / math.sqrt(len(model.layers)), generator=generator)
+
+
+def _convolution(full: Tensor, model: ModelConfig, generator: torch.Generator) -> None:
+    # torch's default for a depthwise Conv1d, weight and bias.
+    bound = 1 / math.sqrt(model.d_conv)
+    full.uniform_(-bound, bound, generator=generator)
+
+
+def _dt_bias(full: Tensor, model: ModelConfig, generator: torch.Generator) -> None:
+    low, high = math.log(model.dt_min), math.log(model.dt_max)
+    full.copy_(inverse_softplus(full.uniform_(low, high, generator=generator).exp()))
+
+
+def _a_log(full: Tensor, model: ModelConfig, generator: torch.Generator) -> None:
+    full.uniform_(LOWEST_A, HIGHEST_A, generator=generator).log_()
+
+
+def _beta_down(full: Tensor, model: ModelConfig, generator: torch.Generator) -> None:
+    full.normal_(0.0, BETA_DOWN_STD, generator=generator)
+
+
+def _beta_up(full: Tensor, model: ModelConfig, generator: torch.Generator) -> None:
+    bound = model.beta_rank**-0.5
+    full.uniform_(-bound, bound, generator=generator)
+
+
+def _b_scale(full: Tensor, model: ModelConfig, generator: torch.Generator) -> None:
+    if model.beta_scale_init == "scratch":
+        full.fill_(1.0)
+        return
+    full.uniform_(0.1, 1.0, generator=generator)
+    if model.beta_scale_init == "finetune-effective":
+        full.copy_(inverse_softplus(full))
+
+
+INITIALIZERS: dict[str, Initializer] = {
+    "embedding.word_embeddings.weight": _normal,
+    "output_layer.weight": _normal,
+    "norm.weight": _ones,
+    "linear_qkv.weight": _normal,
+    "linear_proj.weight": _normal_into_residual,
+    "linear_fc1.weight": _normal,
+    "linear_fc2.weight": _normal_into_residual,
+    "mixer.z_weight": _normal,
+    "mixer.x_weight": _normal,
+    "mixer.B_weight": _normal,
+    "mixer.C_weight": _normal,
+    "mixer.dt_weight": _normal,
+    "mixer.conv_x_weight": _convolution,
+    "mixer.conv_x_bias": _convolution,
+    "mixer.conv_B_weight": _convolution,
+    "mixer.conv_B_bias": _convolution,
+    "mixer.conv_C_weight": _convolution,
+    "mixer.conv_C_bias": _convolution,
+    "mixer.dt_bias": _dt_bias,
+    "mixer.A_log": _a_log,
+    "mixer.D": _ones,
+    "mixer.beta_down_weight": _beta_down,
+    "mixer.beta_up_weight": _beta_up,
+    "mixer.b_scale": _b_scale,
+    "mixer.prior_log": _zeros,
+    "mixer.out_proj.weight": _normal_into_residual,
+}
+"""Ending of a parameter's name -> how the unsplit fp32 tensor is filled."""
+
+
+def initializer_of(name: str) -> Initializer:
+    """The initializer of a parameter by the ending of its name.
+
+    Raises:
+        KeyError: no or more than one ending fits.
+    """
+    fitting = [fill for ending, fill in INITIALIZERS.items() if name.endswith(ending)]
+    if len(fitting) != 1:
+        raise KeyError(f"{len(fitting)} initializers fit the parameter {name}")
+    return fitting[0]
+
+
+@torch.no_grad()
+def initialize_weights(model: HybridModel, config: ModelConfig, seed: int) -> None:
+    """Fill every parameter of this rank's part of the model.
+
+    The unsplit tensor is drawn on the CPU from a generator seeded with the parameter's global name, and this rank's
+    share is taken: the weights depend on the seed alone and not on how many ranks hold them.
+    """
+    tp_rank, tp_size = model.tp_group.rank(), model.tp_group.size()
+    for name, parameter in global_parameters(model):
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        full = torch.empty(full_shape(parameter, tp_size))
+        initializer_of(name)(full, config, generator)
+        parameter.copy_(local_share(full, parameter, tp_rank, tp_size))

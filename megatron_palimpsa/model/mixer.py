@@ -1,0 +1,345 @@
+"""The sequence mixer of `P` (Palimpsa-M) and `M` (Mamba2) layers, tensor-parallel whatever the number of groups.
+
+Mamba2 is the same layer without importance: the scan then reads out M itself instead of M / (prior + Ibar).
+
+Shapes use T tokens, B rows, H heads of V channels, G groups of K state channels; H and G here are this rank's share.
+Each projection is a parameter of its own, so that z, x and dt split by head for every tensor-parallel size that
+divides the heads. B and C split by group where that size divides the groups; otherwise every rank holds them whole,
+computes the groups of its own heads, and their gradients are added up over ranks (`sum_gradient_over_tp`), as is that
+of beta's first projection, whose output all heads share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core.inference.contexts import BaseInferenceContext
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from palimpsa_kernels import (
+    causal_conv1d,
+    causal_conv1d_step,
+    chunk_palimpsa,
+    chunk_ssd,
+    palimpsa_step,
+    ssd_step,
+)
+from torch import Tensor
+
+from megatron_palimpsa.model.norm import GatedRMSNorm
+from megatron_palimpsa.model.recorder import MemoryRecorder
+from megatron_palimpsa.model.tensor_parallel import make_parameter
+
+LOWEST_LOG_ALPHA = -100.0
+"""exp of it is 0 beside any state in fp32; the scan takes nothing lower."""
+
+
+@dataclass(frozen=True)
+class MixerOptions:
+    """What the mixer needs beyond Megatron's own mamba_* settings."""
+
+    d_conv: int = 4
+    norm_groups: int | None = None
+    """Groups of the gated norm over all channels; None: as many as B and C have."""
+    beta_rank: int = 128
+    train_prior: bool = False
+
+
+@dataclass
+class MixerState:
+    """What decoding keeps of the tokens so far: the inputs in reach of the convolutions and the matrix states."""
+
+    conv_x: Tensor
+    """[B, H * V, d_conv - 1]"""
+    conv_bc: Tensor
+    """[B, 2 * G * K, d_conv - 1]"""
+    memory: tuple[Tensor, ...]
+    """(M,), or (M, Ibar) with importance: each [B, H, V, K] fp32."""
+
+
+class Mixer(MegatronModule):
+    """Projections, causal convolution, scan, skip, gated norm and output projection of one layer.
+
+    Args:
+        config: gives hidden size, mamba_{state_dim, head_dim, num_groups, num_heads}, dtype and layout.
+        options: the rest of the geometry.
+        importance: True for Palimpsa-M, False for Mamba2.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        options: MixerOptions,
+        importance: bool,
+        d_model: int,
+        layer_number: int,
+        pg_collection: ProcessGroupCollection,
+        pp_layer_offset: int = 0,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config)
+        self.importance = importance
+        self.layer_number = layer_number
+        self.tp_group = pg_collection.tp
+        self.d_state = config.mamba_state_dim
+        self.headdim = config.mamba_head_dim
+        self.recorder: MemoryRecorder | None = None
+        tp = self.tp_group.size()
+        all_heads, all_groups = config.mamba_num_heads, config.mamba_num_groups
+        if all_heads % tp or all_heads % all_groups:
+            raise ValueError(f"{all_heads} heads are not divisible by tp={tp} or by ngroups={all_groups}")
+        self.heads = all_heads // tp
+        self.channels = self.heads * self.headdim
+        self._choose_groups(all_heads // all_groups, all_groups)
+
+        dtype, hidden = config.params_dtype, d_model
+        self.z_weight = make_parameter(self.channels, hidden, dtype=dtype, partition_dim=0)
+        self.x_weight = make_parameter(self.channels, hidden, dtype=dtype, partition_dim=0)
+        self.dt_weight = make_parameter(self.heads, hidden, dtype=dtype, partition_dim=0)
+        self._make_group_parameters(all_groups, hidden, options.d_conv, dtype)
+        self.conv_x_weight = make_parameter(self.channels, options.d_conv, dtype=dtype, partition_dim=0)
+        self.conv_x_bias = make_parameter(self.channels, dtype=dtype, partition_dim=0, weight_decay=False)
+        for per_head in ("dt_bias", "A_log", "D"):
+            self.register_parameter(per_head, self._per_head_parameter(dtype))
+        if importance:
+            rank = options.beta_rank
+            self.beta_down_weight = make_parameter(rank, hidden, dtype=dtype, sum_gradient=tp > 1)
+            self.beta_up_weight = make_parameter(self.channels, rank, dtype=dtype, partition_dim=0)
+            self.b_scale = self._per_head_parameter(dtype)
+            self.prior_log = self._per_head_parameter(dtype, trainable=options.train_prior)
+        all_channels = all_heads * self.headdim
+        self.norm = GatedRMSNorm(
+            all_channels, options.norm_groups or all_groups, config.layernorm_epsilon, dtype, self.tp_group
+        )
+        self.out_proj = RowParallelLinear(
+            all_channels,
+            hidden,
+            config=config,
+            init_method=config.output_layer_init_method,
+            bias=False,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_group=self.tp_group,
+        )
+
+    def _choose_groups(self, heads_per_group: int, all_groups: int) -> None:
+        """Which rows of this rank's B and C parameters its heads need, and how its heads share them."""
+        tp = self.tp_group.size()
+        self.groups_are_split = all_groups % tp == 0
+        first_head = 0 if self.groups_are_split else self.tp_group.rank() * self.heads
+        group_of_head = torch.arange(first_head, first_head + self.heads) // heads_per_group
+        first, last = int(group_of_head[0]), int(group_of_head[-1])
+        self.groups = last - first + 1
+        self.group_rows = slice(first * self.d_state, (last + 1) * self.d_state)
+        counts = torch.bincount(group_of_head - first)
+        # The scan wants as many heads in each group; where a rank's border cuts a group, each head gets its own copy.
+        self.group_of_head: list[int] | None = (
+            None if bool((counts == counts[0]).all()) else (group_of_head - first).tolist()
+        )
+
+    def _make_group_parameters(self, all_groups: int, hidden: int, d_conv: int, dtype: torch.dtype) -> None:
+        tp = self.tp_group.size()
+        rows = all_groups * self.d_state // (tp if self.groups_are_split else 1)
+        split = {"partition_dim": 0 if self.groups_are_split else None}
+        summed = {"sum_gradient": not self.groups_are_split}
+        for role in ("B", "C"):
+            shapes = {f"{role}_weight": (rows, hidden), f"conv_{role}_weight": (rows, d_conv)}
+            for parameter, shape in shapes.items():
+                self.register_parameter(parameter, make_parameter(*shape, dtype=dtype, **split, **summed))
+            bias = make_parameter(rows, dtype=dtype, weight_decay=False, **split, **summed)
+            self.register_parameter(f"conv_{role}_bias", bias)
+
+    def _per_head_parameter(self, dtype: torch.dtype, trainable: bool = True) -> torch.nn.Parameter:
+        return make_parameter(
+            self.heads, dtype=dtype, partition_dim=0, keep_fp32=True, weight_decay=False, trainable=trainable
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        inference_context: BaseInferenceContext | None = None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> tuple[Tensor, None]:
+        """[T, B, h] ([T / tp, B, h] under sequence parallelism) -> (the same shape, no bias).
+
+        With `packed_seq_params` B is 1 and documents do not see each other; with `inference_context` the tokens
+        continue those that the context has seen.
+        """
+        u = self._enter_tensor_parallel(hidden_states).transpose(0, 1)
+        cu_seqlens = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
+        z = F.linear(u, self.z_weight)
+        x = F.linear(u, self.x_weight)
+        bc, dt, beta_low = self._small_projections(u)
+        if inference_context is None:
+            y, _ = self._whole(x, bc, dt, beta_low, cu_seqlens, state=None, keep_state=False)
+        else:
+            y = self._continue(x, bc, dt, beta_low, inference_context)
+        return self.out_proj(self.norm(y, z).transpose(0, 1))
+
+    def _enter_tensor_parallel(self, hidden_states: Tensor) -> Tensor:
+        """All tokens on every rank; one sum (or reduce-scatter) over ranks for the gradients of all projections."""
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=True, group=self.tp_group
+            )
+        return copy_to_tensor_model_parallel_region(hidden_states, group=self.tp_group)
+
+    def _small_projections(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """B beside C [B, T, 2 G K], dt [B, T, H] and, with importance, beta's low rank, in one matrix product."""
+        weights = [self.B_weight[self.group_rows], self.C_weight[self.group_rows], self.dt_weight]
+        sizes = [2 * self.groups * self.d_state, self.heads]
+        if not self.importance:
+            bc, dt = F.linear(u, torch.cat(weights)).split(sizes, dim=-1)
+            return bc, dt, None
+        weights.append(self.beta_down_weight)
+        sizes.append(self.beta_down_weight.shape[0])
+        bc, dt, beta_low = F.linear(u, torch.cat(weights)).split(sizes, dim=-1)
+        return bc, dt, beta_low
+
+    def _bc_filter(self) -> tuple[Tensor, Tensor]:
+        weight = torch.cat([self.conv_B_weight[self.group_rows], self.conv_C_weight[self.group_rows]])
+        bias = torch.cat([self.conv_B_bias[self.group_rows], self.conv_C_bias[self.group_rows]])
+        return weight, bias
+
+    def _keys_and_queries(self, bc: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., 2 G K] -> B and C, each [..., G, K] with G dividing the heads."""
+        k, q = bc.unflatten(-1, (2, self.groups, self.d_state)).unbind(-3)
+        if self.group_of_head is None:
+            return k, q
+        return k[..., self.group_of_head, :], q[..., self.group_of_head, :]
+
+    def _decay(self, dt: Tensor) -> tuple[Tensor, Tensor]:
+        """dt before its softplus [..., H] -> (dt, log_alpha), fp32."""
+        dt = F.softplus(dt.float() + self.dt_bias)
+        return dt, (-dt * self.A_log.exp()).clamp(min=LOWEST_LOG_ALPHA)
+
+    def _value(self, x: Tensor, dt: Tensor) -> Tensor:
+        """x [..., H, V] weighted by dt [..., H]."""
+        return (x.float() * dt.unsqueeze(-1)).to(x.dtype)
+
+    def _beta(self, beta_low: Tensor, dt: Tensor) -> Tensor:
+        """Likelihood precision [..., H, V] in the dtype of `beta_low`."""
+        gate = torch.sigmoid(F.linear(beta_low, self.beta_up_weight).float()).unflatten(-1, (self.heads, self.headdim))
+        return (gate * (F.softplus(self.b_scale) * dt).unsqueeze(-1)).to(beta_low.dtype)
+
+    def _skip(self, y: Tensor, x: Tensor) -> Tensor:
+        """y + D * x, both [..., H, V] -> [..., H * V] fp32."""
+        return (y.float() + self.D.unsqueeze(-1) * x.float()).flatten(-2)
+
+    def _whole(
+        self,
+        x: Tensor,
+        bc: Tensor,
+        dt: Tensor,
+        beta_low: Tensor | None,
+        cu_seqlens: Tensor | None,
+        state: MixerState | None,
+        keep_state: bool,
+    ) -> tuple[Tensor, MixerState | None]:
+        """Convolve and scan whole rows: x [B, T, H V], bc [B, T, 2 G K], dt [B, T, H] -> y [B, T, H V] fp32."""
+        x, conv_x = _convolve(x, self.conv_x_weight, self.conv_x_bias, state and state.conv_x, cu_seqlens, keep_state)
+        bc, conv_bc = _convolve(bc, *self._bc_filter(), state and state.conv_bc, cu_seqlens, keep_state)
+        k, q = self._keys_and_queries(bc)
+        x = x.unflatten(-1, (self.heads, self.headdim))
+        dt, log_alpha = self._decay(dt)
+        value = self._value(x, dt)
+        beta = None if beta_low is None else self._beta(beta_low, dt)
+        keep_memory = keep_state or self.recorder is not None
+        y, memory = self._scan(q, k, value, beta, log_alpha, cu_seqlens, state and state.memory, keep_memory)
+        if self.recorder is not None:
+            importance = (self.prior_log.exp(), memory[1]) if self.importance else None
+            self.recorder.record(self.layer_number, log_alpha, importance, cu_seqlens)
+        return self._skip(y, x), MixerState(conv_x, conv_bc, memory) if keep_state else None
+
+    def _scan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        value: Tensor,
+        beta: Tensor | None,
+        log_alpha: Tensor,
+        cu_seqlens: Tensor | None,
+        memory: tuple[Tensor, ...] | None,
+        keep_memory: bool,
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """y [B, T, H, V] and, with `keep_memory`, the final states (none otherwise)."""
+        if beta is None:
+            arguments = (q, k, value, log_alpha)
+            options = {"cu_seqlens": cu_seqlens, "initial_state": memory and memory[0]}
+            if not keep_memory:
+                return chunk_ssd(*arguments, **options), ()
+            y, final = chunk_ssd(*arguments, **options, output_final_state=True)
+            return y, (final,)
+        arguments = (q, k, value, beta, log_alpha, self.prior_log.exp())
+        options = {"cu_seqlens": cu_seqlens, "initial_state": memory}
+        if not keep_memory:
+            return chunk_palimpsa(*arguments, **options), ()
+        return chunk_palimpsa(*arguments, **options, output_final_state=True)
+
+    def _continue(
+        self, x: Tensor, bc: Tensor, dt: Tensor, beta_low: Tensor | None, context: BaseInferenceContext
+    ) -> Tensor:
+        """Convolve and scan tokens that follow those in `context`, and keep the states behind them there."""
+        cache = context.key_value_memory_dict
+        state = cache.get(self.layer_number) if context.sequence_len_offset else None
+        if state is None or x.shape[1] > 1:
+            y, cache[self.layer_number] = self._whole(x, bc, dt, beta_low, None, state, keep_state=True)
+            return y
+        return self._step(x[:, 0], bc[:, 0], dt[:, 0], None if beta_low is None else beta_low[:, 0], state)[:, None]
+
+    def _step(self, x: Tensor, bc: Tensor, dt: Tensor, beta_low: Tensor | None, state: MixerState) -> Tensor:
+        """One token: x [B, H V], bc [B, 2 G K], dt [B, H] -> y [B, H V] fp32; `state` moves on in place."""
+        x = causal_conv1d_step(x, state.conv_x, self.conv_x_weight, self.conv_x_bias)
+        k, q = self._keys_and_queries(causal_conv1d_step(bc, state.conv_bc, *self._bc_filter()))
+        x = x.unflatten(-1, (self.heads, self.headdim))
+        dt, log_alpha = self._decay(dt)
+        value = self._value(x, dt)
+        if beta_low is None:
+            return self._skip(ssd_step(q, k, value, log_alpha, state.memory[0]), x)
+        beta, prior = self._beta(beta_low, dt), self.prior_log.exp()
+        return self._skip(palimpsa_step(q, k, value, beta, log_alpha, prior, state.memory), x)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """For dist_checkpointing: split parameters with their offsets, whole ones as replicas."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        own = dict(self._parameters)
+        split = {name: 0 for name, parameter in own.items() if parameter.tensor_model_parallel}
+        sharded = make_sharded_tensors_for_checkpoint(
+            own,
+            prefix,
+            split,
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        for name, module in self.named_children():
+            sharded.update(
+                sharded_state_dict_default(
+                    module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
+                )
+            )
+        return sharded
+
+
+def _convolve(
+    x: Tensor, weight: Tensor, bias: Tensor, window: Tensor | None, cu_seqlens: Tensor | None, keep_window: bool
+) -> tuple[Tensor, Tensor | None]:
+    """[B, T, D] -> the convolution with SiLU and, with `keep_window`, the inputs that the next token will need."""
+    if keep_window:
+        return causal_conv1d(x, weight, bias, initial_state=window, cu_seqlens=cu_seqlens, output_final_state=True)
+    return causal_conv1d(x, weight, bias, initial_state=window, cu_seqlens=cu_seqlens), None

@@ -1,0 +1,69 @@
+"""What the mixers hand over while their memory is looked at."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+SMALLEST_FORGETTING = 1e-12
+"""1 - alpha below this counts as this, so that a head that forgets nothing has a finite window."""
+
+
+class MemoryRecorder:
+    """Collects, over any number of forward passes, what `result` summarises."""
+
+    def __init__(self, tp_group: dist.ProcessGroup | None) -> None:
+        self._tp_group = tp_group
+        self._windows: dict[int, list[Tensor]] = {}
+        self._ratios: dict[int, list[Tensor]] = {}
+
+    @torch.no_grad()
+    def record(
+        self,
+        layer_number: int,
+        log_alpha: Tensor,
+        importance: tuple[Tensor, Tensor] | None,
+        cu_seqlens: Tensor | None,
+    ) -> None:
+        """Called by the mixers.
+
+        Args:
+            layer_number: 1-based, over all pipeline stages.
+            log_alpha: [B, T, H] of this rank's heads.
+            importance: prior [H] and final Ibar [N, H, V, K]; None for Mamba2.
+            cu_seqlens: document offsets [N + 1]; None where each row is one document.
+        """
+        tokens = log_alpha.flatten(0, 1)
+        if cu_seqlens is not None:
+            tokens = tokens[: int(cu_seqlens[-1])]
+        window = 1 / (-torch.expm1(tokens)).clamp(min=SMALLEST_FORGETTING)
+        self._windows.setdefault(layer_number, []).append(window.flatten())
+        if importance is None:
+            return
+        prior, above_prior = importance
+        if cu_seqlens is not None:
+            above_prior = above_prior[cu_seqlens.diff() > 0]
+        lowest = prior + above_prior.amin(dim=(-2, -1))
+        highest = prior + above_prior.amax(dim=(-2, -1))
+        self._ratios.setdefault(layer_number, []).append(((highest - lowest) / lowest).flatten())
+
+    def result(self) -> dict[int, dict[str, float]]:
+        """Medians of this pipeline stage's layers over all tensor-parallel ranks (call it on all of them).
+
+        Returns:
+            1-based layer number -> `window`: median over heads and tokens of N_t = 1 / (1 - alpha_t), in tokens, and
+            for layers with importance `importance_ratio`: median over heads and documents of (I_max - I_min) / I_min
+            over the state's entries at the documents' ends.
+        """
+        result = {layer: {"window": self._median(values)} for layer, values in sorted(self._windows.items())}
+        for layer, values in sorted(self._ratios.items()):
+            result[layer]["importance_ratio"] = self._median(values)
+        return result
+
+    def _median(self, values: list[Tensor]) -> float:
+        mine = torch.cat(values)
+        # Ranks hold as many heads of the same tokens, so the parts have one size.
+        parts = [torch.empty_like(mine) for _ in range(self._tp_group.size())]
+        dist.all_gather(parts, mine, group=self._tp_group)
+        return float(torch.cat(parts).median())

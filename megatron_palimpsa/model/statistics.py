@@ -1,0 +1,40 @@
+"""How long the layers remember and how unevenly, for the memory plots and for choosing layers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from megatron_palimpsa.model.build import forward_loss
+from megatron_palimpsa.model.mixer import Mixer
+from megatron_palimpsa.model.recorder import MemoryRecorder
+from megatron_palimpsa.training.batch import Batch
+
+
+@contextlib.contextmanager
+def record_memory(model: nn.Module) -> Iterator[MemoryRecorder]:
+    """Within it every forward pass of the model's `P` and `M` layers is recorded."""
+    mixers = [module for module in model.modules() if isinstance(module, Mixer)]
+    recorder = MemoryRecorder(mixers[0].tp_group if mixers else None)
+    for mixer in mixers:
+        mixer.recorder = recorder
+    try:
+        yield recorder
+    finally:
+        for mixer in mixers:
+            mixer.recorder = None
+
+
+@torch.no_grad()
+def memory_statistics(model: nn.Module, batch: Batch) -> dict[int, dict[str, float]]:
+    """Memory window and importance ratio of each `P` and `M` layer on one batch (see `MemoryRecorder.result`).
+
+    The model has to hold all layers (no pipeline parallelism); under pipeline parallelism wrap a pipelined forward
+    pass in `record_memory` instead.
+    """
+    with record_memory(model) as recorder:
+        forward_loss(model, batch)
+    return recorder.result()
