@@ -1,0 +1,53 @@
+"""Instruction pairs: the Alpaca prompt, tokenised apart from the answer, which alone is trained on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from palimpsa_data.shards import Encoded, Skipped
+from palimpsa_data.tokenizer import Tokenizer
+
+_TASK = "Below is an instruction that describes a task"
+_REQUEST = "Write a response that appropriately completes the request.\n\n### Instruction:\n"
+_RESPONSE = "\n\n### Response:"
+
+
+@dataclass(frozen=True)
+class Example:
+    """`context` is Alpaca's `input`: the text that the instruction is about, or nothing."""
+
+    instruction: str
+    context: str
+    answer: str
+
+
+def prompt_parts(instruction: str, context: str) -> tuple[str, str, str]:
+    """The prompt as head, context and tail; only the context may be shortened."""
+    if not context:
+        return f"{_TASK}. {_REQUEST}{instruction}", "", _RESPONSE
+    head = f"{_TASK}, paired with an input that provides further context. {_REQUEST}{instruction}\n\n### Input:\n"
+    return head, context, _RESPONSE
+
+
+def prompt(instruction: str, context: str = "") -> str:
+    """The text that a model trained on these pairs expects before its answer."""
+    return "".join(prompt_parts(instruction, context))
+
+
+def encode_example(example: Example, tokenizer: Tokenizer, max_tokens: int) -> Encoded | Skipped:
+    """Prompt, answer and end of document; the mask is 1 on the answer and that end.
+
+    An example longer than `max_tokens` loses the end of its context, never anything of its answer.
+    """
+    head, context, tail = (tokenizer.encode(part) for part in prompt_parts(example.instruction, example.context))
+    answer = [*tokenizer.encode(example.answer), tokenizer.eod_id]
+    if len(answer) == 1:
+        return Skipped("empty answer")
+    room = max_tokens - len(head) - len(tail) - len(answer)
+    if room < 0:
+        return Skipped(f"longer than {max_tokens} tokens without its context")
+    question = [*head, *context[:room], *tail]
+    mask = np.repeat(np.array([0, 1], np.uint8), [len(question), len(answer)])
+    return Encoded(np.array([*question, *answer], np.int32), mask)

@@ -1,0 +1,180 @@
+"""A set of shards: `set.json` names them; the reader and `verify` trust nothing that it does not name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from palimpsa_data.errors import DataError
+from palimpsa_data.files import json_bytes, read_json, sha256_file, write_atomically
+from palimpsa_data.shards import FORMAT, Manifest, check_shard, manifest_path, output_path, read_index
+
+
+@dataclass(frozen=True)
+class TokenizerInfo:
+    """What training must know of the tokenizer; `pad_id` fills places that neither the model nor the loss looks at."""
+
+    sha256: str
+    vocab_size: int
+    eod_id: int
+    pad_id: int
+
+
+@dataclass(frozen=True)
+class ShardEntry:
+    name: str
+    manifest_sha256: str
+    documents: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class SetInfo:
+    """Content of set.json."""
+
+    format: int
+    name: str
+    tokenizer: TokenizerInfo
+    loss_mask: bool
+    documents: int
+    tokens: int
+    trained_tokens: int
+    longest: int
+    skipped: dict[str, int]
+    shards: tuple[ShardEntry, ...]
+
+
+def write_set(folder: Path, name: str, tokenizer: TokenizerInfo, shards: dict[Path, Manifest]) -> SetInfo:
+    """Write set.json over finished shards (stem -> manifest) in `folder`.
+
+    Raises:
+        DataError: the shards were made with different tokenizers, or hold no token together.
+    """
+    manifests = list(shards.values())
+    skipped: Counter[str] = Counter()
+    for stem, manifest in shards.items():
+        if manifest.spec.tokenizer_sha256 != tokenizer.sha256:
+            raise DataError(f"{manifest_path(stem)}: made with another tokenizer than the set; prepare the data again")
+        skipped.update(manifest.skipped)
+    info = SetInfo(
+        format=FORMAT,
+        name=name,
+        tokenizer=tokenizer,
+        loss_mask=any(manifest.spec.loss_mask for manifest in manifests),
+        documents=sum(manifest.documents for manifest in manifests),
+        tokens=sum(manifest.tokens for manifest in manifests),
+        trained_tokens=sum(manifest.trained_tokens for manifest in manifests),
+        longest=max(manifest.longest for manifest in manifests),
+        skipped=dict(sorted(skipped.items())),
+        shards=tuple(
+            ShardEntry(stem.name, sha256_file(manifest_path(stem)), manifest.documents, manifest.tokens)
+            for stem, manifest in shards.items()
+        ),
+    )
+    if info.tokens == 0:
+        raise DataError(f"set {folder} would hold no token; documents were skipped for {info.skipped or 'no reason'}")
+    content = json_bytes(dataclasses.asdict(info))
+    path = folder / "set.json"
+    if not path.is_file() or path.read_bytes() != content:
+        write_atomically(path, content)
+    return info
+
+
+def read_set(folder: Path) -> SetInfo:
+    """Raises DataError naming the file when it is missing or is not a set of this format."""
+    path = folder / "set.json"
+    if not path.is_file():
+        raise DataError(f"{path} is missing: the set was never finished; prepare the data again")
+    content = read_json(path)
+    try:
+        if content["format"] != FORMAT:
+            raise DataError(f"{path}: format {content['format']}, this version reads {FORMAT}; prepare the data again")
+        parts = {
+            "tokenizer": TokenizerInfo(**content["tokenizer"]),
+            "shards": tuple(ShardEntry(**entry) for entry in content["shards"]),
+        }
+        return SetInfo(**{**content, **parts})
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{path}: not a set ({error}); prepare the data again") from None
+
+
+def check_set(folder: Path, *, checksums: bool) -> SetInfo:
+    """Check set.json, every manifest and every shard's sizes and index; every byte too with `checksums`.
+
+    Raises:
+        DataError: names the file that is missing, truncated, swapped or changed.
+    """
+    info = read_set(folder)
+    for entry in info.shards:
+        stem = folder / entry.name
+        path = manifest_path(stem)
+        if path.is_file() and sha256_file(path) != entry.manifest_sha256:
+            raise DataError(f"{path}: changed after {folder / 'set.json'} was written; prepare the data again")
+        check_shard(stem, checksums=checksums)
+    return info
+
+
+def verify(folder: Path) -> SetInfo:
+    """Check everything that can be checked of a set, the ids in the .bin files included.
+
+    Raises:
+        DataError: names the first file that is not as it should be.
+    """
+    info = check_set(folder, checksums=True)
+    reader = SetReader(folder, checksums=False)
+    for shard in reader.shards:
+        if shard.tokens.size and not 0 <= int(shard.tokens.max()) < info.tokenizer.vocab_size:
+            raise DataError(f"{shard.path}: id {int(shard.tokens.max())} >= vocabulary {info.tokenizer.vocab_size}")
+    return info
+
+
+@dataclass(frozen=True)
+class _Shard:
+    path: Path
+    tokens: np.ndarray
+    mask: np.ndarray | None
+    starts: np.ndarray
+
+
+class SetReader:
+    """Random access to a set's documents, memory-mapped.
+
+    `lengths` [D] int64 holds the tokens of each document, in set order.
+
+    Raises:
+        DataError: see `check_set`.
+    """
+
+    def __init__(self, folder: Path, *, checksums: bool) -> None:
+        self.folder = folder
+        self.info = check_set(folder, checksums=checksums)
+        self.sha256 = sha256_file(folder / "set.json")
+        self.shards: list[_Shard] = []
+        lengths = []
+        for entry in self.info.shards:
+            stem = folder / entry.name
+            index = read_index(output_path(stem, ".idx"))
+            path = output_path(stem, ".bin")
+            mask = _map(output_path(stem, ".mask.bin"), np.dtype(np.uint8)) if self.info.loss_mask else None
+            self.shards.append(_Shard(path, _map(path, index.dtype), mask, index.starts))
+            lengths.append(index.lengths.astype(np.int64))
+        self.lengths = np.concatenate(lengths)
+        self._first_document = np.cumsum([0, *(len(part) for part in lengths)])
+
+    def read(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Tokens `start` to `stop` (clipped to the document) of one document: ids [n] and its loss mask [n] or None."""
+        number = int(np.searchsorted(self._first_document, document, side="right")) - 1
+        shard = self.shards[number]
+        begin = int(shard.starts[document - self._first_document[number]])
+        part = slice(begin + start, begin + min(stop, int(self.lengths[document])))
+        return shard.tokens[part], None if shard.mask is None else shard.mask[part]
+
+
+def _map(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    # An empty file cannot be mapped; a shard whose documents were all skipped is one.
+    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
