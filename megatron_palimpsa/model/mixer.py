@@ -12,6 +12,7 @@ of beta's first projection, whose output all heads share.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +60,21 @@ class MixerOptions:
     train_prior: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
+class Projected:
+    """A row's projections before the convolution."""
+
+    x: Tensor
+    """[B, T, H * V]"""
+    bc: Tensor
+    """B beside C, [B, T, 2 * G * K]"""
+    dt: Tensor
+    """[B, T, H] before bias and softplus"""
+    beta_low: Tensor | None
+    """[B, T, beta_rank]; None without importance"""
+
+
+@dataclass(frozen=True)
 class MixerState:
     """What decoding keeps of the tokens so far: the inputs in reach of the convolutions and the matrix states."""
 
@@ -154,14 +169,16 @@ class Mixer(MegatronModule):
     def _make_group_parameters(self, all_groups: int, hidden: int, d_conv: int, dtype: torch.dtype) -> None:
         tp = self.tp_group.size()
         rows = all_groups * self.d_state // (tp if self.groups_are_split else 1)
-        split = {"partition_dim": 0 if self.groups_are_split else None}
-        summed = {"sum_gradient": not self.groups_are_split}
+        make = partial(
+            make_parameter,
+            dtype=dtype,
+            partition_dim=0 if self.groups_are_split else None,
+            sum_gradient=not self.groups_are_split,
+        )
         for role in ("B", "C"):
-            shapes = {f"{role}_weight": (rows, hidden), f"conv_{role}_weight": (rows, d_conv)}
-            for parameter, shape in shapes.items():
-                self.register_parameter(parameter, make_parameter(*shape, dtype=dtype, **split, **summed))
-            bias = make_parameter(rows, dtype=dtype, weight_decay=False, **split, **summed)
-            self.register_parameter(f"conv_{role}_bias", bias)
+            self.register_parameter(f"{role}_weight", make(rows, hidden))
+            self.register_parameter(f"conv_{role}_weight", make(rows, d_conv))
+            self.register_parameter(f"conv_{role}_bias", make(rows, weight_decay=False))
 
     def _per_head_parameter(self, dtype: torch.dtype, trainable: bool = True) -> torch.nn.Parameter:
         return make_parameter(
@@ -185,10 +202,11 @@ class Mixer(MegatronModule):
         z = F.linear(u, self.z_weight)
         x = F.linear(u, self.x_weight)
         bc, dt, beta_low = self._small_projections(u)
+        projected = Projected(x, bc, dt, beta_low)
         if inference_context is None:
-            y, _ = self._whole(x, bc, dt, beta_low, cu_seqlens, state=None, keep_state=False)
+            y, _ = self._whole(projected, cu_seqlens, state=None, keep_memory=False)
         else:
-            y = self._continue(x, bc, dt, beta_low, inference_context)
+            y = self._continue(projected, inference_context)
         return self.out_proj(self.norm(y, z).transpose(0, 1))
 
     def _enter_tensor_parallel(self, hidden_states: Tensor) -> Tensor:
@@ -242,77 +260,78 @@ class Mixer(MegatronModule):
         return (y.float() + self.D.unsqueeze(-1) * x.float()).flatten(-2)
 
     def _whole(
-        self,
-        x: Tensor,
-        bc: Tensor,
-        dt: Tensor,
-        beta_low: Tensor | None,
-        cu_seqlens: Tensor | None,
-        state: MixerState | None,
-        keep_state: bool,
-    ) -> tuple[Tensor, MixerState | None]:
-        """Convolve and scan whole rows: x [B, T, H V], bc [B, T, 2 G K], dt [B, T, H] -> y [B, T, H V] fp32."""
-        x, conv_x = _convolve(x, self.conv_x_weight, self.conv_x_bias, state and state.conv_x, cu_seqlens, keep_state)
-        bc, conv_bc = _convolve(bc, *self._bc_filter(), state and state.conv_bc, cu_seqlens, keep_state)
-        k, q = self._keys_and_queries(bc)
-        x = x.unflatten(-1, (self.heads, self.headdim))
-        dt, log_alpha = self._decay(dt)
-        value = self._value(x, dt)
-        beta = None if beta_low is None else self._beta(beta_low, dt)
-        keep_memory = keep_state or self.recorder is not None
-        y, memory = self._scan(q, k, value, beta, log_alpha, cu_seqlens, state and state.memory, keep_memory)
+        self, projected: Projected, cu_seqlens: Tensor | None, state: MixerState | None, keep_memory: bool
+    ) -> tuple[Tensor, MixerState]:
+        """Convolve and scan whole rows from `state` on.
+
+        Returns:
+            y [B, T, H * V] fp32 and the state behind the rows, whose `memory` is empty unless it is to be kept.
+        """
+        window_x, window_bc, memory = (state.conv_x, state.conv_bc, state.memory) if state else (None, None, None)
+        x, window_x = causal_conv1d(
+            projected.x,
+            self.conv_x_weight,
+            self.conv_x_bias,
+            initial_state=window_x,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+        )
+        bc, window_bc = causal_conv1d(
+            projected.bc, *self._bc_filter(), initial_state=window_bc, output_final_state=True, cu_seqlens=cu_seqlens
+        )
+        keep_memory = keep_memory or self.recorder is not None
+        y, log_alpha, memory = self._scan(x, bc, projected, cu_seqlens, memory, keep_memory)
         if self.recorder is not None:
             importance = (self.prior_log.exp(), memory[1]) if self.importance else None
             self.recorder.record(self.layer_number, log_alpha, importance, cu_seqlens)
-        return self._skip(y, x), MixerState(conv_x, conv_bc, memory) if keep_state else None
+        return y, MixerState(window_x, window_bc, memory)
 
     def _scan(
         self,
-        q: Tensor,
-        k: Tensor,
-        value: Tensor,
-        beta: Tensor | None,
-        log_alpha: Tensor,
+        x: Tensor,
+        bc: Tensor,
+        projected: Projected,
         cu_seqlens: Tensor | None,
         memory: tuple[Tensor, ...] | None,
         keep_memory: bool,
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """y [B, T, H, V] and, with `keep_memory`, the final states (none otherwise)."""
-        if beta is None:
-            arguments = (q, k, value, log_alpha)
-            options = {"cu_seqlens": cu_seqlens, "initial_state": memory and memory[0]}
-            if not keep_memory:
-                return chunk_ssd(*arguments, **options), ()
-            y, final = chunk_ssd(*arguments, **options, output_final_state=True)
-            return y, (final,)
-        arguments = (q, k, value, beta, log_alpha, self.prior_log.exp())
-        options = {"cu_seqlens": cu_seqlens, "initial_state": memory}
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """x [B, T, H * V] and bc behind the convolution -> (y as x but fp32, log_alpha [B, T, H], final states)."""
+        k, q = self._keys_and_queries(bc)
+        x = x.unflatten(-1, (self.heads, self.headdim))
+        dt, log_alpha = self._decay(projected.dt)
+        value = self._value(x, dt)
+        if projected.beta_low is None:
+            scan = partial(chunk_ssd, q, k, value, log_alpha, initial_state=memory and memory[0])
+        else:
+            beta = self._beta(projected.beta_low, dt)
+            scan = partial(chunk_palimpsa, q, k, value, beta, log_alpha, self.prior_log.exp(), initial_state=memory)
         if not keep_memory:
-            return chunk_palimpsa(*arguments, **options), ()
-        return chunk_palimpsa(*arguments, **options, output_final_state=True)
+            return self._skip(scan(cu_seqlens=cu_seqlens), x), log_alpha, ()
+        y, final = scan(cu_seqlens=cu_seqlens, output_final_state=True)
+        return self._skip(y, x), log_alpha, final if self.importance else (final,)
 
-    def _continue(
-        self, x: Tensor, bc: Tensor, dt: Tensor, beta_low: Tensor | None, context: BaseInferenceContext
-    ) -> Tensor:
+    def _continue(self, projected: Projected, context: BaseInferenceContext) -> Tensor:
         """Convolve and scan tokens that follow those in `context`, and keep the states behind them there."""
         cache = context.key_value_memory_dict
         state = cache.get(self.layer_number) if context.sequence_len_offset else None
-        if state is None or x.shape[1] > 1:
-            y, cache[self.layer_number] = self._whole(x, bc, dt, beta_low, None, state, keep_state=True)
-            return y
-        return self._step(x[:, 0], bc[:, 0], dt[:, 0], None if beta_low is None else beta_low[:, 0], state)[:, None]
+        if state is not None and projected.x.shape[1] == 1:
+            return self._step(projected, state)
+        y, cache[self.layer_number] = self._whole(projected, None, state, keep_memory=True)
+        return y
 
-    def _step(self, x: Tensor, bc: Tensor, dt: Tensor, beta_low: Tensor | None, state: MixerState) -> Tensor:
-        """One token: x [B, H V], bc [B, 2 G K], dt [B, H] -> y [B, H V] fp32; `state` moves on in place."""
-        x = causal_conv1d_step(x, state.conv_x, self.conv_x_weight, self.conv_x_bias)
-        k, q = self._keys_and_queries(causal_conv1d_step(bc, state.conv_bc, *self._bc_filter()))
+    def _step(self, projected: Projected, state: MixerState) -> Tensor:
+        """One token -> y [B, 1, H * V] fp32; `state` moves on in place."""
+        x = causal_conv1d_step(projected.x[:, 0], state.conv_x, self.conv_x_weight, self.conv_x_bias)
+        k, q = self._keys_and_queries(causal_conv1d_step(projected.bc[:, 0], state.conv_bc, *self._bc_filter()))
         x = x.unflatten(-1, (self.heads, self.headdim))
-        dt, log_alpha = self._decay(dt)
+        dt, log_alpha = self._decay(projected.dt[:, 0])
         value = self._value(x, dt)
-        if beta_low is None:
-            return self._skip(ssd_step(q, k, value, log_alpha, state.memory[0]), x)
-        beta, prior = self._beta(beta_low, dt), self.prior_log.exp()
-        return self._skip(palimpsa_step(q, k, value, beta, log_alpha, prior, state.memory), x)
+        if projected.beta_low is None:
+            y = ssd_step(q, k, value, log_alpha, state.memory[0])
+        else:
+            beta, states = self._beta(projected.beta_low[:, 0], dt), (state.memory[0], state.memory[1])
+            y = palimpsa_step(q, k, value, beta, log_alpha, self.prior_log.exp(), states)
+        return self._skip(y, x).unsqueeze(1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """For dist_checkpointing: split parameters with their offsets, whole ones as replicas."""
@@ -334,12 +353,3 @@ class Mixer(MegatronModule):
                 )
             )
         return sharded
-
-
-def _convolve(
-    x: Tensor, weight: Tensor, bias: Tensor, window: Tensor | None, cu_seqlens: Tensor | None, keep_window: bool
-) -> tuple[Tensor, Tensor | None]:
-    """[B, T, D] -> the convolution with SiLU and, with `keep_window`, the inputs that the next token will need."""
-    if keep_window:
-        return causal_conv1d(x, weight, bias, initial_state=window, cu_seqlens=cu_seqlens, output_final_state=True)
-    return causal_conv1d(x, weight, bias, initial_state=window, cu_seqlens=cu_seqlens), None

@@ -1,4 +1,4 @@
-"""Parameter names that do not depend on the layout."""
+"""The model behind its wrappers, and parameter names that do not depend on the layout."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from torch import nn
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
+
+
+def unwrap(model: nn.Module) -> HybridModel:
+    """The HybridModel itself, or the one inside the wrappers (data parallelism, engines) around it."""
+    return next(module for module in model.modules() if isinstance(module, HybridModel))
 
 
 def global_parameters(model: HybridModel) -> Iterator[tuple[str, nn.Parameter]]:

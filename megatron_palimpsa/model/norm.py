@@ -26,7 +26,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = make_parameter(hidden_size, dtype=config.params_dtype, weight_decay=False)
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         normed = F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)

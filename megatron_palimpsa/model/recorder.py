@@ -13,7 +13,7 @@ SMALLEST_FORGETTING = 1e-12
 class MemoryRecorder:
     """Collects, over any number of forward passes, what `result` summarises."""
 
-    def __init__(self, tp_group: dist.ProcessGroup | None) -> None:
+    def __init__(self, tp_group: dist.ProcessGroup) -> None:
         self._tp_group = tp_group
         self._windows: dict[int, list[Tensor]] = {}
         self._ratios: dict[int, list[Tensor]] = {}

@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron_palimpsa.model.build import forward_loss
 from megatron_palimpsa.model.mixer import Mixer
+from megatron_palimpsa.model.naming import unwrap
 from megatron_palimpsa.model.recorder import MemoryRecorder
 from megatron_palimpsa.training.batch import Batch
 
@@ -18,7 +19,7 @@ from megatron_palimpsa.training.batch import Batch
 def record_memory(model: nn.Module) -> Iterator[MemoryRecorder]:
     """Within it every forward pass of the model's `P` and `M` layers is recorded."""
     mixers = [module for module in model.modules() if isinstance(module, Mixer)]
-    recorder = MemoryRecorder(mixers[0].tp_group if mixers else None)
+    recorder = MemoryRecorder(unwrap(model).tp_group)
     for mixer in mixers:
         mixer.recorder = recorder
     try:

@@ -25,7 +25,7 @@ def make_parameter(
         keep_fp32: fp32 whatever `dtype` says, and left alone by every wrapper.
     """
     parameter = nn.Parameter(torch.empty(shape, dtype=torch.float32 if keep_fp32 else dtype), requires_grad=trainable)
-    marks = {
+    marks: dict[str, object] = {
         "tensor_model_parallel": partition_dim is not None,
         "partition_dim": -1 if partition_dim is None else partition_dim,
         "partition_stride": 1,
@@ -41,11 +41,21 @@ def make_parameter(
     return parameter
 
 
+def is_split(parameter: Tensor) -> bool:
+    """Whether tensor-parallel ranks hold different parts of it."""
+    return getattr(parameter, "tensor_model_parallel", False)
+
+
+def _partition(parameter: Tensor) -> tuple[int, int]:
+    marks = vars(parameter)
+    return marks["partition_dim"], marks["partition_stride"]
+
+
 def full_shape(parameter: Tensor, tp_size: int) -> list[int]:
     """Shape of the unsplit parameter of which `parameter` is a rank's share."""
     shape = list(parameter.shape)
-    if getattr(parameter, "tensor_model_parallel", False):
-        shape[parameter.partition_dim] *= tp_size
+    if is_split(parameter):
+        shape[_partition(parameter)[0]] *= tp_size
     return shape
 
 
@@ -55,7 +65,7 @@ def local_share(full: Tensor, parameter: Tensor, tp_rank: int, tp_size: int) -> 
     A stride of s means that s tensors lie one after another along the split dimension and each is split by itself
     (gate and up projection of a gated MLP).
     """
-    if not getattr(parameter, "tensor_model_parallel", False):
+    if not is_split(parameter):
         return full
-    pieces = full.chunk(tp_size * parameter.partition_stride, dim=parameter.partition_dim)
-    return torch.cat(pieces[tp_rank::tp_size], dim=parameter.partition_dim)
+    dim, stride = _partition(parameter)
+    return torch.cat(full.chunk(tp_size * stride, dim)[tp_rank::tp_size], dim)
