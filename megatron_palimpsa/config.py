@@ -356,7 +356,7 @@ _UniqueKeyLoader.add_implicit_resolver(
 )
 
 
-def _parse_yaml(text: str, where: str) -> Any:
+def parse_yaml(text: str, where: str) -> Any:
     loader = _UniqueKeyLoader(text)
     loader.name = where
     try:
@@ -374,7 +374,7 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the configuration {path}: {error}") from None
-    tree = _parse_yaml(text, str(path))
+    tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, found {type(tree).__name__}")
     base = tree.pop("base", None)
@@ -405,7 +405,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(child, dict):
             raise ConfigError(f"override {override!r}: {section!r} is not a section")
         tree = child
-    tree[name] = _parse_yaml(text, f"override {override!r}")
+    tree[name] = parse_yaml(text, f"override {override!r}")
 
 
 def _describe(error: ValidationError, where: str) -> str:

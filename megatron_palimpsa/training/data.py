@@ -1,0 +1,310 @@
+"""Blends of prepared sets -> batches, in an order that any position of the stage can be computed from.
+
+A packed sequence has a number n in the stage. `_Interleave` says which set sequence n comes from and how many of that
+set came before it, the set's packing says which documents make it up: both in O(log) time, whatever n is, and nothing
+depends on the number of ranks. Position on resume is therefore the count of sequences consumed, and nothing else.
+
+Orders and packings are built in memory when a stage starts: 16 bytes a document and epoch for `concat`, more for
+`best-fit` (see `palimpsa_data.packing`); that is fine up to some ten million documents.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from palimpsa_data import DataError
+from palimpsa_data.files import json_sha256, sha256_file
+from palimpsa_data.packing import BestFitPacking, ConcatPacking, Packing, Segment
+from palimpsa_data.sets import SetReader, TokenizerInfo, read_set
+
+from megatron_palimpsa.config import ConfigError, StageConfig, parse_yaml
+from megatron_palimpsa.training.batch import Batch
+
+CHECKSUM_LIMIT = 2**30
+"""Sets up to this many bytes are read whole and compared with their checksums when a stage starts; larger ones by
+sizes and indices only (`palimpsa_data.sets.verify` reads everything)."""
+
+_PATTERN_LENGTH = 2**16
+
+
+@dataclass(frozen=True)
+class BlendEntry:
+    """One set of a blend: its folder, its share of the tokens, and how often its documents may be repeated."""
+
+    folder: Path
+    weight: float
+    epochs: float | None
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a stage takes from one set, for its plan."""
+
+    name: str
+    share: float
+    """Of the stage's packed sequences."""
+    tokens: int
+    """In one epoch."""
+    epochs: float
+    """Over the stage."""
+    fill: float
+    """Tokens in an average packed sequence over seq_length."""
+
+
+class StageData:
+    """Training and validation batches of one stage.
+
+    Raises:
+        ConfigError: a blend, set or shard is missing, damaged, or does not fit the tokenizer, the model's vocabulary
+            or the stage's length; names the file, the key and what to do.
+    """
+
+    def __init__(self, config: StageConfig) -> None:
+        self._config = config
+        tokenizer = _tokenizer_sha256(config)
+        self._train = _Blend(config, "train_blend", tokenizer, endless=True)
+        self._valid = _Blend(config, "valid_blend", tokenizer, endless=False)
+        self._train.check_epochs(config.total_steps * config.global_batch_size)
+        self.fingerprint = json_sha256(
+            {
+                "sets": [reader.sha256 for reader in self._train.readers],
+                "weights": [entry.weight for entry in self._train.entries],
+                "packing": config.data.packing,
+                "seq_length": config.model.seq_length,
+                "seed": config.seed,
+            }
+        )
+        """Hash of everything that decides the order of the training data; a position means nothing under another."""
+
+    def train_batches(self, consumed_sequences: int, dp_rank: int, dp_size: int) -> Iterator[Batch]:
+        """Endless microbatches of one data-parallel rank, from the stage's sequence number `consumed_sequences` on.
+
+        Microbatch k of all ranks together takes the sequences that follow k * dp_size * micro_batch_size; rank r the
+        r-th micro_batch_size of them. The global order is the same for every dp_size.
+        """
+        size = self._config.train.micro_batch_size
+        for microbatch in itertools.count():
+            first = consumed_sequences + (microbatch * dp_size + dp_rank) * size
+            yield self._batch(self._train, [self._train.place(first + i) for i in range(size)])
+
+    def valid_batches(self, dp_rank: int, dp_size: int) -> list[Batch]:
+        """This rank's share of eval_batches * global_batch_size sequences, the same at every call.
+
+        No sequence comes twice: where the sets hold fewer, there are fewer batches, and the last ones are filled up
+        with empty sequences (loss_mask 0, no document) so that all ranks get equally many.
+        """
+        config = self._config
+        wanted = config.train.eval_batches * config.global_batch_size
+        places: list[tuple[int, int] | None] = [
+            place for place in map(self._valid.place, range(wanted)) if self._valid.holds(*place)
+        ]
+        places += [None] * (-len(places) % config.global_batch_size)
+        size = config.train.micro_batch_size
+        return [
+            self._batch(self._valid, places[first : first + size])
+            for first in range(dp_rank * size, len(places), dp_size * size)
+        ]
+
+    def sources(self) -> list[Source]:
+        """What the stage takes from each set of the training blend."""
+        return self._train.sources(self._config.total_steps * self._config.global_batch_size)
+
+    def _batch(self, blend: _Blend, places: list[tuple[int, int] | None]) -> Batch:
+        row = _Row(len(places) * self._config.model.seq_length, blend.pad_id)
+        for place in places:
+            if place is not None:
+                number, index = place
+                for segment in blend.packings[number].segments(index):
+                    row.add(blend.readers[number], segment)
+        return row.batch()
+
+
+class _Row:
+    """A microbatch under construction: documents are laid one after the other, padding stays at the end."""
+
+    def __init__(self, size: int, pad_id: int) -> None:
+        self._tokens = np.full(size, pad_id, np.int64)
+        self._labels = np.full(size, pad_id, np.int64)
+        self._loss_mask = np.zeros(size, np.float32)
+        self._ends = [0]
+
+    def add(self, reader: SetReader, segment: Segment) -> None:
+        begin, length = self._ends[-1], segment.length
+        end = begin + length
+        # One token more, where the document goes on: the label of the segment's last token.
+        tokens, mask = reader.read(segment.document, segment.start, segment.start + length + 1)
+        self._tokens[begin:end] = tokens[:length]
+        labelled = slice(begin, begin + len(tokens) - 1)
+        self._labels[labelled] = tokens[1:]
+        self._loss_mask[labelled] = 1.0 if mask is None else mask[1:]
+        self._ends.append(end)
+
+    def batch(self) -> Batch:
+        ends = self._ends if len(self._ends) > 1 else [0, 0]
+        return Batch(
+            tokens=torch.from_numpy(self._tokens)[None],
+            labels=torch.from_numpy(self._labels)[None],
+            loss_mask=torch.from_numpy(self._loss_mask)[None],
+            cu_seqlens=torch.tensor(ends, dtype=torch.int32),
+        )
+
+
+class _Blend:
+    """The sets of one blend file, opened, checked and packed."""
+
+    def __init__(self, config: StageConfig, key: str, tokenizer_sha256: str, *, endless: bool) -> None:
+        self._path = Path(getattr(config.data, key))
+        self._where = f"data.{key}={self._path}"
+        self.entries = read_blend(self._path, self._where)
+        self.readers = [self._open(entry, config, tokenizer_sha256) for entry in self.entries]
+        self.pad_id = self.readers[0].info.tokenizer.pad_id
+        self.packings = [
+            _packing(reader.lengths, config, number, endless=endless) for number, reader in enumerate(self.readers)
+        ]
+        rates = [
+            entry.weight / packing.tokens_per_sequence
+            for entry, packing in zip(self.entries, self.packings, strict=True)
+        ]
+        self._interleave = _Interleave(np.array(rates))
+        self._seq_length = config.model.seq_length
+
+    def _open(self, entry: BlendEntry, config: StageConfig, tokenizer_sha256: str) -> SetReader:
+        try:
+            info = read_set(entry.folder)
+            self._check_tokenizer(entry, info.tokenizer, config, tokenizer_sha256)
+            small = info.tokens * 2 <= CHECKSUM_LIMIT
+            return SetReader(entry.folder, checksums=small)
+        except DataError as error:
+            raise ConfigError(f"{self._where}: {error}") from None
+
+    def _check_tokenizer(
+        self, entry: BlendEntry, tokenizer: TokenizerInfo, config: StageConfig, tokenizer_sha256: str
+    ) -> None:
+        if tokenizer.vocab_size > config.model.vocab_size:
+            raise ConfigError(
+                f"{self._where}: set {entry.folder} has a vocabulary of {tokenizer.vocab_size} ids, "
+                f"model.vocab_size is {config.model.vocab_size}; raise model.vocab_size or use another tokenizer"
+            )
+        if tokenizer.sha256 != tokenizer_sha256:
+            raise ConfigError(
+                f"{self._where}: set {entry.folder} was made with another tokenizer than "
+                f"data.tokenizer={config.data.tokenizer}; name the right one or prepare the set again"
+            )
+
+    def place(self, n: int) -> tuple[int, int]:
+        """Sequence n of the blend -> (number of its set, sequence within the set's endless run)."""
+        return self._interleave.place(n)
+
+    def holds(self, number: int, index: int) -> bool:
+        """Whether a set's sequence `index` belongs to its first epoch."""
+        return index < self.packings[number].sequences
+
+    def sources(self, sequences: int) -> list[Source]:
+        """What the first `sequences` sequences take from each set."""
+        sources = []
+        for number, (reader, packing) in enumerate(zip(self.readers, self.packings, strict=True)):
+            tokens = self._interleave.count(number, sequences) * packing.tokens_per_sequence
+            share = float(self._interleave.shares[number])
+            fill = packing.tokens_per_sequence / self._seq_length
+            sources.append(Source(reader.info.name, share, reader.info.tokens, tokens / reader.info.tokens, fill))
+        return sources
+
+    def check_epochs(self, sequences: int) -> None:
+        """Refuse a stage that would repeat a set more often than its entry allows."""
+        for entry, source in zip(self.entries, self.sources(sequences), strict=True):
+            if entry.epochs is not None and source.epochs > entry.epochs:
+                raise ConfigError(
+                    f"{self._where}: the stage takes {source.epochs:.2f} epochs of set {entry.folder}, "
+                    f"epochs={entry.epochs:g} is allowed; lower its weight or train.tokens, or raise epochs"
+                )
+
+
+class _Interleave:
+    """Which set the n-th sequence comes from: a fixed pattern in which every set's sequences are spread evenly.
+
+    The pattern has 2**16 places, so that shares are met to 1.5e-5; every set gets one place at least.
+
+    Args:
+        rates: [S] > 0, in proportion to the sets' shares of the sequences.
+    """
+
+    def __init__(self, rates: np.ndarray) -> None:
+        exact = rates / rates.sum() * _PATTERN_LENGTH
+        counts = np.maximum(np.floor(exact).astype(np.int64), 1)
+        # Largest remainders take what rounding down left over; the largest set gives what the smallest were lent.
+        missing = _PATTERN_LENGTH - int(counts.sum())
+        if missing > 0:
+            counts[np.argsort(counts - exact, kind="stable")[:missing]] += 1
+        else:
+            counts[np.argmax(counts)] += missing
+        self.shares = counts / _PATTERN_LENGTH
+        times = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
+        self._pattern = np.repeat(np.arange(len(counts)), counts)[np.argsort(times, kind="stable")]
+        self._before = np.zeros((_PATTERN_LENGTH + 1, len(counts)), np.int64)
+        self._before[1:] = np.cumsum(self._pattern[:, None] == np.arange(len(counts)), axis=0)
+
+    def place(self, n: int) -> tuple[int, int]:
+        number = int(self._pattern[n % _PATTERN_LENGTH])
+        return number, self.count(number, n)
+
+    def count(self, number: int, n: int) -> int:
+        """Sequences of set `number` among the first n."""
+        rounds, rest = divmod(n, _PATTERN_LENGTH)
+        return rounds * int(self._before[-1, number]) + int(self._before[rest, number])
+
+
+def _packing(lengths: np.ndarray, config: StageConfig, number: int, *, endless: bool) -> Packing:
+    key = (config.seed, number)
+    if config.data.packing == "best-fit":
+        return BestFitPacking(lengths, config.model.seq_length, key)
+    return ConcatPacking(lengths, config.model.seq_length, key, endless=endless)
+
+
+def _tokenizer_sha256(config: StageConfig) -> str:
+    try:
+        return sha256_file(Path(config.data.tokenizer))
+    except OSError as error:
+        raise ConfigError(f"data.tokenizer={config.data.tokenizer}: cannot read it: {error.strerror}") from None
+
+
+def read_blend(path: Path, where: str) -> list[BlendEntry]:
+    """Read a YAML list of {set, weight, epochs?}; folders of sets are relative to the file.
+
+    Raises:
+        ConfigError: names `where`, the entry, the key and what is allowed.
+    """
+    try:
+        content = parse_yaml(path.read_text(), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{where}: cannot read the blend: {error}; prepare the data first") from None
+    if not isinstance(content, list) or not content:
+        raise ConfigError(f"{where}: expected a list of entries {{set, weight, epochs}}")
+    return [_entry(item, path.parent, f"{where}, entry {number}") for number, item in enumerate(content, 1)]
+
+
+def _entry(item: Any, folder: Path, where: str) -> BlendEntry:
+    if not isinstance(item, dict):
+        raise ConfigError(f"{where}: expected {{set, weight, epochs}}, found {item!r}")
+    for key in sorted(map(str, item.keys() - {"set", "weight", "epochs"})):
+        raise ConfigError(f"{where}: unknown key {key!r}; known keys are set, weight, epochs")
+    for key in ("set", "weight"):
+        if key not in item:
+            raise ConfigError(f"{where}: {key} is missing")
+    if not isinstance(item["set"], str):
+        raise ConfigError(f"{where}: set={item['set']!r} must be the folder of a prepared set")
+    epochs = None if item.get("epochs") is None else _positive(item["epochs"], "epochs", where)
+    return BlendEntry(folder / item["set"], _positive(item["weight"], "weight", where), epochs)
+
+
+def _positive(value: Any, key: str, where: str) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"{where}: {key}={value!r} must be a number above 0")
+    return float(value)
