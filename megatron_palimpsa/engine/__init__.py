@@ -1,0 +1,1 @@
+"""Engines: one interface over Megatron (and, later, DeepSpeed)."""

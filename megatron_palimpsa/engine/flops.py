@@ -1,0 +1,55 @@
+"""Floating-point operations of the whole model, for MFU.
+
+Counted are the operations of the mathematics (a multiply-add is two), not those of an implementation: chunked scans
+and recomputation do more. Norms, activations and the softmax are left out.
+"""
+
+from __future__ import annotations
+
+from megatron_palimpsa.config import ModelConfig
+
+
+def forward_flops_per_token(model: ModelConfig) -> float:
+    """Forward pass of the whole model, averaged over a full sequence of `seq_length` tokens."""
+    layers = {
+        "M": _ssm(model, importance=False),
+        "P": _ssm(model, importance=True),
+        "*": _attention(model),
+        "-": _mlp(model),
+    }
+    head = 2 * model.hidden_size * model.padded_vocab_size
+    return sum(layers[symbol] for symbol in model.layers) + head
+
+
+def train_flops_per_token(model: ModelConfig) -> float:
+    """Forward and backward; the backward of a product is two products."""
+    return 3 * forward_flops_per_token(model)
+
+
+def _ssm(model: ModelConfig, importance: bool) -> float:
+    hidden, inner = model.hidden_size, model.d_inner
+    convolved = inner + 2 * model.ngroups * model.d_state
+    projections = 2 * hidden * (inner + convolved + model.nheads) + 2 * inner * hidden
+    state = inner * model.d_state
+    # A state element is decayed and gets an outer product (3), and its product with q is summed (2).
+    scan = 5 * state
+    if importance:
+        projections += 2 * model.beta_rank * (hidden + inner)
+        # The second state's update (3), the prior added to it and the division (2).
+        scan += 5 * state
+    return projections + 2 * model.d_conv * convolved + scan
+
+
+def _attention(model: ModelConfig) -> float:
+    if "*" not in model.layers:
+        return 0
+    hidden, heads = model.hidden_size, model.num_attention_heads or 1
+    groups = model.num_query_groups or heads
+    projections = 2 * hidden * (2 * hidden + 2 * hidden * groups // heads)
+    # Scores and values over the (T + 1) / 2 tokens that a query sees on average without document borders.
+    return projections + 2 * 2 * hidden * (model.seq_length + 1) / 2
+
+
+def _mlp(model: ModelConfig) -> float:
+    # Gate, up and down projection.
+    return 3 * 2 * model.hidden_size * (model.ffn_hidden_size or 0)

@@ -1,0 +1,296 @@
+"""Megatron's schedules, data parallelism and (distributed) optimizer behind the engine interface."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import param_is_not_shared
+
+from megatron_palimpsa.config import StageConfig
+from megatron_palimpsa.engine import flops, optimizer_state
+from megatron_palimpsa.engine.base import StepResult
+from megatron_palimpsa.model import build_model, forward_loss
+from megatron_palimpsa.parallel import finalize_model_grads
+from megatron_palimpsa.parallel.cpu import cuda_means_cpu
+from megatron_palimpsa.training.batch import Batch
+
+
+class MegatronEngine:
+    """`Engine` over Megatron-Core; needs `parallel.initialize` first."""
+
+    def __init__(self, config: StageConfig) -> None:
+        self.config = config
+        self.optimizer_steps = 0
+        self._module = build_model(
+            config,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+        )
+        self._device = next(self._module.parameters()).device
+        with cuda_means_cpu():
+            self._wrapped = _wrap(self._module, config)
+            self._optimizer = _build_optimizer(self._wrapped, config)
+            self._scheduler = _build_scheduler(self._optimizer, config)
+        _check_precisions(self._module)
+        self._forward_backward = get_forward_backward_func()
+
+    @property
+    def model(self) -> list[torch.nn.Module]:
+        return [self._module]
+
+    @property
+    def num_parameters(self) -> int:
+        tp = parallel_state.get_tensor_model_parallel_world_size()
+        count = sum(
+            parameter.numel() * (tp if getattr(parameter, "tensor_model_parallel", False) else 1)
+            for parameter in self._module.parameters()
+            if param_is_not_shared(parameter)
+        )
+        total = torch.tensor(count, dtype=torch.int64, device=self._device)
+        dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
+        return int(total)
+
+    @property
+    def model_flops_per_token(self) -> float:
+        return flops.train_flops_per_token(self.config.model)
+
+    @property
+    def learning_rate(self) -> float:
+        rate = get_canonical_lr_for_logging(self._optimizer.param_groups)
+        assert rate is not None
+        return rate
+
+    def peak_memory_bytes(self) -> int:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+    def train_step(self, batches: Iterator[Batch], accept: Callable[[float, float], bool]) -> StepResult:
+        microbatches = self.config.num_microbatches(parallel_state.get_data_parallel_world_size())
+        self._wrapped.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        with cuda_means_cpu():
+            sums = self._run(batches, microbatches, forward_only=False)
+            self._optimizer.prepare_grads()
+            grad_norm = float(self._optimizer.get_grad_norm())
+        loss, tokens = self._mean_loss(sums)
+        # The schedule moves first: step k is taken at the rate of k, and a dropped step still passes.
+        self._scheduler.step(1)
+        applied = accept(loss, grad_norm)
+        if applied:
+            self._update(grad_norm)
+        return StepResult(loss=loss, grad_norm=grad_norm, applied=applied, tokens=tokens)
+
+    def _update(self, grad_norm: float) -> None:
+        with cuda_means_cpu():
+            parameters = self._optimizer.get_parameters()
+            clip_grad_by_total_norm_fp32(parameters, self.config.optimizer.clip_grad, grad_norm)
+            self._optimizer.step_with_ready_grads()
+        self.optimizer_steps += 1
+
+    def _run(self, batches: Iterator[Batch], microbatches: int, forward_only: bool) -> list[torch.Tensor]:
+        """Drive Megatron's schedule; what each microbatch's loss function stored, on the last pipeline stage."""
+        return self._forward_backward(
+            forward_step_func=self._forward_step,
+            data_iterator=batches,
+            model=[self._wrapped],
+            num_microbatches=microbatches,
+            seq_length=self.config.train.micro_batch_size * self.config.model.seq_length,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _forward_step(
+        self, batches: Iterator[Batch], model: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable[..., Any]]:
+        batch = _to_device(next(batches), self._device)
+        return forward_loss(self._module, batch), partial(_sum_losses, batch.loss_mask)
+
+    def _mean_loss(self, sums: list[torch.Tensor]) -> tuple[float, int]:
+        """From (sum of losses, tokens) of this rank's microbatches to the mean over the global batch, everywhere."""
+        total = torch.zeros(2, dtype=torch.float64, device=self._device)
+        if sums:
+            total += torch.stack(sums).double().sum(dim=0)
+            dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+        self._from_last_stage(total)
+        loss_sum, tokens = total.tolist()
+        return loss_sum / max(tokens, 1.0), int(tokens)
+
+    def _from_last_stage(self, tensor: torch.Tensor) -> None:
+        group = parallel_state.get_pipeline_model_parallel_group()
+        if group.size() > 1:
+            dist.broadcast(tensor, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+
+    @torch.no_grad()
+    def evaluate(self, batches: list[Batch]) -> tuple[torch.Tensor, float]:
+        group = parallel_state.get_data_parallel_group()
+        share = -(-len(batches) // group.size())
+        # Ranks without enough batches repeat the last one; the surplus is cut off after the gather.
+        mine = [batches[min(group.rank() * share + index, len(batches) - 1)] for index in range(share)]
+        self._module.eval()
+        with cuda_means_cpu():
+            outputs = self._run(iter(mine), share, forward_only=True)
+        self._module.train()
+        losses = torch.empty(share, mine[0].tokens.size(1), dtype=torch.float32, device=self._device)
+        if outputs:
+            torch.cat(outputs, out=losses)
+        self._from_last_stage(losses)
+        gathered = [torch.empty_like(losses) for _ in range(group.size())]
+        dist.all_gather(gathered, losses, group=group)
+        result = torch.cat(gathered)[: len(batches)].cpu()
+        mask = torch.cat([batch.loss_mask for batch in batches]).cpu()
+        mean = (result.double() * mask).sum() / mask.sum().clamp(min=1)
+        return result, float(mean)
+
+    def _named_shards(self, trainable_only: bool = False) -> dict[str, Any]:
+        """The model's sharded tensors by name; extra states of Megatron's layers are empty without fp8."""
+        shards = self._module.sharded_state_dict()
+        return {
+            name: shard
+            for name, shard in shards.items()
+            if not isinstance(shard, ShardedObject) and (shard.data.requires_grad or not trainable_only)
+        }
+
+    def _shards(self, name: str, prefix: str, for_loading: bool) -> dict[str, Any]:
+        shards = self._named_shards(trainable_only=name != "weight")
+        parameters = [shard.data for shard in shards.values()]
+        if for_loading:
+            tensors = [torch.empty(parameter.shape, dtype=torch.float32) for parameter in parameters]
+        else:
+            group = parallel_state.get_data_parallel_group()
+            tensors = optimizer_state.read(self._optimizer, parameters, name, group)
+        return {
+            key: _replace_data(shard, prefix + shard.key, tensor)
+            for (key, shard), tensor in zip(shards.items(), tensors, strict=True)
+        }
+
+    def weight_shards(self, for_loading: bool = False) -> dict[str, Any]:
+        return self._shards("weight", "", for_loading)
+
+    def moment_shards(self, for_loading: bool = False) -> dict[str, dict[str, Any]]:
+        return {moment: self._shards(moment, f"optimizer.{moment}.", for_loading) for moment in optimizer_state.MOMENTS}
+
+    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        shards = self._named_shards()
+        parameters = [shard.data for shard in shards.values()]
+        optimizer_state.write_weights(self._optimizer, parameters, [weights[key] for key in shards])
+
+    def load_moments(self, moments: dict[str, dict[str, torch.Tensor]], optimizer_steps: int) -> None:
+        shards = self._named_shards(trainable_only=True)
+        parameters = [shard.data for shard in shards.values()]
+        ordered = {moment: [tensors[key] for key in shards] for moment, tensors in moments.items()}
+        optimizer_state.write_moments(self._optimizer, parameters, ordered, optimizer_steps)
+        self.optimizer_steps = optimizer_steps
+
+    def scheduler_state(self) -> dict[str, Any]:
+        return {"steps": self._scheduler.num_steps}
+
+    def load_scheduler_state(self, state: dict[str, Any]) -> None:
+        # Megatron's own load_state_dict adds to the position and takes over the peak of the run that saved.
+        self._scheduler.num_steps = state["steps"]
+        self._scheduler.step(0)
+
+
+def _replace_data(shard: Any, key: str, tensor: torch.Tensor) -> Any:
+    changes: dict[str, Any] = {"key": key, "data": tensor}
+    if "dtype" in {field.name for field in fields(shard)}:
+        changes["dtype"] = tensor.dtype
+    return replace(shard, **changes)
+
+
+def _sum_losses(
+    loss_mask: torch.Tensor, losses: torch.Tensor, non_loss_data: bool = False
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Megatron's loss function: (sum to differentiate, tokens, what to report), or the losses when evaluating."""
+    losses = losses.float()
+    if non_loss_data:
+        return losses.detach()
+    total = (losses * loss_mask).sum()
+    tokens = loss_mask.sum()
+    return total, tokens.int(), torch.stack([total.detach(), tokens])
+
+
+def _to_device(batch: Batch, device: torch.device) -> Batch:
+    return Batch(**{field.name: getattr(batch, field.name).to(device, non_blocking=True) for field in fields(batch)})
+
+
+def _wrap(module: HybridModel, config: StageConfig) -> DistributedDataParallel:
+    """Megatron's DDP: gradients accumulate and are reduced in float32."""
+    model_config = module.config
+    # Must be set before DDP: it then leaves the scaling of gradients to finalize_model_grads.
+    model_config.calculate_per_token_loss = True
+    model_config.finalize_model_grads_func = finalize_model_grads
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=config.parallel.distributed_optimizer
+    )
+    layout = None
+    if ddp_config.use_distributed_optimizer:
+        layout = DistributedOptimizer.compute_full_param_layout(
+            [parameter for parameter in module.parameters() if parameter.requires_grad],
+            bucket_size=None,
+            data_parallel_world_size=parallel_state.get_data_parallel_world_size(),
+            ddp_config=ddp_config,
+        )
+    return DistributedDataParallel(model_config, ddp_config, module, full_param_layout=layout)
+
+
+def _build_optimizer(model: DistributedDataParallel, config: StageConfig) -> ChainedOptimizer:
+    settings = config.optimizer
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        adam_beta1=settings.beta1,
+        adam_beta2=settings.beta2,
+        adam_eps=settings.eps,
+        clip_grad=settings.clip_grad,
+        bf16=config.train.precision == "bf16",
+        params_dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
+        use_distributed_optimizer=config.parallel.distributed_optimizer,
+    )
+    # Given overrides replace Megatron's rule for one-dimensional parameters; the model marks every exception itself.
+    overrides = {ParamKey(attr="no_weight_decay"): {"wd_mult": 0.0}}
+    return get_megatron_optimizer(optimizer_config, [model], config_overrides=overrides, use_gloo_process_groups=False)
+
+
+def _build_scheduler(optimizer: ChainedOptimizer, config: StageConfig) -> OptimizerParamScheduler:
+    """The stage's schedule, counted in steps: linear warm-up to `lr` at step `warmup_steps`, `min_lr` at the last."""
+    settings = config.optimizer
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=max(config.total_steps, settings.warmup_steps + 1),
+        lr_decay_style=settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+
+
+def _check_precisions(module: torch.nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if getattr(parameter, "keep_fp32", False) and parameter.dtype != torch.float32:
+            raise RuntimeError(f"{name} must stay in float32 but is {parameter.dtype} after wrapping")
