@@ -195,6 +195,6 @@ def _function_examples(module: str, source: str) -> Iterator[Example | Skipped]:
             yield _example(f"What does the function {node.name} of Python's module {module} do?", "", docstring)
         else:
             first = node.body[0]
-            body = [*lines[node.lineno - 1 : first.lineno - 1], *lines[first.end_lineno or first.lineno :]]
-            code = "\n".join(body[: (node.end_lineno or 0) - node.lineno])
+            without = lines[node.lineno - 1 : first.lineno - 1] + lines[first.end_lineno : node.end_lineno]
+            code = "\n".join(without)
             yield _example(f"Say in a sentence what this function of Python's module {module} does.", code, docstring)

@@ -94,35 +94,26 @@ class StageData:
             first = consumed_sequences + (microbatch * dp_size + dp_rank) * size
             yield self._batch(self._train, [self._train.place(first + i) for i in range(size)])
 
-    def valid_batches(self, dp_rank: int, dp_size: int) -> list[Batch]:
-        """This rank's share of eval_batches * global_batch_size sequences, the same at every call.
+    def valid_batches(self) -> list[Batch]:
+        """All validation microbatches, for the ranks to share out: the same at every call and for every dp_size.
 
-        No sequence comes twice: where the sets hold fewer, there are fewer batches, and the last ones are filled up
-        with empty sequences (loss_mask 0, no document) so that all ranks get equally many.
+        Together eval_batches * global_batch_size sequences, or fewer where the sets hold fewer: none comes twice. The
+        last row may be filled in part.
         """
         config = self._config
-        wanted = config.train.eval_batches * config.global_batch_size
-        places: list[tuple[int, int] | None] = [
-            place for place in map(self._valid.place, range(wanted)) if self._valid.holds(*place)
-        ]
-        places += [None] * (-len(places) % config.global_batch_size)
-        size = config.train.micro_batch_size
-        return [
-            self._batch(self._valid, places[first : first + size])
-            for first in range(dp_rank * size, len(places), dp_size * size)
-        ]
+        places = map(self._valid.place, range(config.train.eval_batches * config.global_batch_size))
+        held = (place for place in places if self._valid.holds(*place))
+        return [self._batch(self._valid, list(row)) for row in itertools.batched(held, config.train.micro_batch_size)]
 
     def sources(self) -> list[Source]:
         """What the stage takes from each set of the training blend."""
         return self._train.sources(self._config.total_steps * self._config.global_batch_size)
 
-    def _batch(self, blend: _Blend, places: list[tuple[int, int] | None]) -> Batch:
-        row = _Row(len(places) * self._config.model.seq_length, blend.pad_id)
-        for place in places:
-            if place is not None:
-                number, index = place
-                for segment in blend.packings[number].segments(index):
-                    row.add(blend.readers[number], segment)
+    def _batch(self, blend: _Blend, places: list[tuple[int, int]]) -> Batch:
+        row = _Row(self._config.train.micro_batch_size * self._config.model.seq_length, blend.pad_id)
+        for number, index in places:
+            for segment in blend.packings[number].segments(index):
+                row.add(blend.readers[number], segment)
         return row.batch()
 
 
@@ -147,12 +138,11 @@ class _Row:
         self._ends.append(end)
 
     def batch(self) -> Batch:
-        ends = self._ends if len(self._ends) > 1 else [0, 0]
         return Batch(
             tokens=torch.from_numpy(self._tokens)[None],
             labels=torch.from_numpy(self._labels)[None],
             loss_mask=torch.from_numpy(self._loss_mask)[None],
-            cu_seqlens=torch.tensor(ends, dtype=torch.int32),
+            cu_seqlens=torch.tensor(self._ends, dtype=torch.int32),
         )
 
 
