@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -35,9 +36,12 @@ def _pieces(optimizer: ChainedOptimizer) -> Iterator[_Piece]:
         if part.is_stub_optimizer:
             continue
         if isinstance(part, DistributedOptimizer):
-            for parameter, (group, order) in part.model_param_group_index_map.items():
+            # Not by model_param_group_index_map: where a group mixes bf16 and fp32 parameters, as with those kept in
+            # fp32, its order is not that of the optimizer's groups.
+            models = chain(*part.model_float16_groups, *part.model_fp32_groups)
+            mains = chain(*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups)
+            for parameter, main in zip(models, mains, strict=True):
                 owned = part._get_model_param_range_map(parameter)["param"]
-                main = part.optimizer.param_groups[group]["params"][order]
                 yield _Piece(parameter, owned.start, owned.end, main, part.optimizer)
         else:
             copies = [id(copy) for group in getattr(part, "fp32_from_float16_groups", ()) for copy in group]
