@@ -11,9 +11,9 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_palimpsa.config import ModelConfig, StageConfig
-from megatron_palimpsa.model.init import initialize_weights
 from megatron_palimpsa.model.mixer import MixerOptions
 from megatron_palimpsa.model.spec import hybrid_stack_spec
+from megatron_palimpsa.model.weights import initialize_weights
 from megatron_palimpsa.training.batch import Batch
 
 

@@ -1,10 +1,10 @@
-"""Initial weights: the same numbers under every layout, drawn parameter by parameter from the stage's seed."""
+"""Weights of a model from unsplit tensors: drawn from the stage's seed, or given; the same under every layout."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
@@ -126,10 +126,24 @@ def initialize_weights(model: HybridModel, config: ModelConfig, seed: int) -> No
     The unsplit tensor is drawn on the CPU from a generator seeded with the parameter's global name, and this rank's
     share is taken: the weights depend on the seed alone and not on how many ranks hold them.
     """
-    tp_rank, tp_size = model.tp_group.rank(), model.tp_group.size()
     for name, parameter in global_parameters(model):
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        full = torch.empty(full_shape(parameter, tp_size))
+        full = torch.empty(full_shape(parameter, model.tp_group.size()))
         initializer_of(name)(full, config, generator)
-        parameter.copy_(local_share(full, parameter, tp_rank, tp_size))
+        parameter.copy_(local_share(full, parameter, model.tp_group.rank(), model.tp_group.size()))
+
+
+@torch.no_grad()
+def load_full_weights(model: HybridModel, full: Mapping[str, Tensor]) -> None:
+    """Copy this rank's share of unsplit weights, given by global names, into its parameters.
+
+    Raises:
+        KeyError: a parameter of this rank is not in `full`.
+        ValueError: a shape differs.
+    """
+    for name, parameter in global_parameters(model):
+        expected = full_shape(parameter, model.tp_group.size())
+        if list(full[name].shape) != expected:
+            raise ValueError(f"{name} has shape {list(full[name].shape)}, the model needs {expected}")
+        parameter.copy_(local_share(full[name], parameter, model.tp_group.rank(), model.tp_group.size()))
