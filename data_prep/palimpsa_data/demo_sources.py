@@ -71,7 +71,15 @@ class Sources:
     @functools.cache  # noqa: B019 - one object lives as long as the preparation
     def documents(self, kind: str) -> list[Text]:
         """The documents of one kind, those left out included, in an order that only the sources decide."""
-        return list(getattr(self, kind)())
+        seen: set[str | Skipped | Example] = set()
+        documents = []
+        for text in getattr(self, kind)():
+            if not isinstance(text.content, Skipped) and text.content in seen:
+                documents.append(Text(text.origin, Skipped("the same as another")))
+            else:
+                documents.append(text)
+                seen.add(text.content)
+        return documents
 
     @property
     def versions(self) -> dict[str, str]:
