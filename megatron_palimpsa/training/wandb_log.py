@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import netrc
 import os
@@ -20,36 +21,27 @@ class WandbLog:
     """One W&B run for the stage, the same one after every resume (its id is kept in the run folder)."""
 
     def __init__(self, config: StageConfig, folder: Path) -> None:
-        """
-        Raises:
-            ConfigError: the `wandb` package is not installed.
-        """
-        try:
-            import wandb
-        except ImportError:
-            raise ConfigError(
-                f"logging.wandb_project={config.logging.wandb_project!r} needs the package wandb: "
-                f'pip install "megatron-palimpsa[wandb]", or set logging.wandb_project=null'
-            ) from None
-        options = {
+        import wandb
+
+        options: dict[str, Any] = {
             "project": config.logging.wandb_project,
             "name": config.name,
             "id": run_id(folder),
             "resume": "allow",
             "dir": str(folder),
             "config": to_dict(config),
+            "mode": choose_mode(),
             "settings": wandb.Settings(silent=True),
         }
-        mode = choose_mode()
         try:
-            self._run = wandb.init(mode=mode, **options)
+            self._run = wandb.init(**options)
         except wandb.errors.CommError as error:
             logger.warning("Weights & Biases cannot be reached (%s): this run is logged offline", error)
-            mode = "offline"
-            self._run = wandb.init(mode=mode, **options)
+            options["mode"] = "offline"
+            self._run = wandb.init(**options)
         # Steps done again after a resume would be dropped under wandb's own step, which may not fall.
         self._run.define_metric("*", step_metric="step")
-        logger.info("Weights & Biases: run %s, %s", self._run.id, mode)
+        logger.info("Weights & Biases: run %s, %s", self._run.id, options["mode"])
 
     def write(self, kind: str, **values: Any) -> None:
         scalars = {f"{kind}/{name}": value for name, value in flatten_scalars(values)}
@@ -60,6 +52,18 @@ class WandbLog:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def check_installed(config: StageConfig) -> None:
+    """
+    Raises:
+        ConfigError: the stage logs to Weights & Biases but the package is not installed.
+    """
+    if config.logging.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+        raise ConfigError(
+            f"logging.wandb_project={config.logging.wandb_project!r} needs the package wandb: "
+            f'pip install "megatron-palimpsa[wandb]", or set logging.wandb_project=null'
+        )
 
 
 def choose_mode() -> str:

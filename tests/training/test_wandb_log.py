@@ -1,12 +1,12 @@
 """Weights & Biases without a network: the mode, the run id, the missing package."""
 
-import sys
+import importlib.util
 
 import pytest
 from helpers.stages import tiny_stage
 
 from megatron_palimpsa.config import ConfigError
-from megatron_palimpsa.training.wandb_log import WandbLog, choose_mode, run_id
+from megatron_palimpsa.training.wandb_log import WandbLog, check_installed, choose_mode, run_id
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +34,11 @@ def test_id_is_made_once(tmp_path):
     assert run_id(tmp_path) == run_id(tmp_path)
 
 
-def test_missing_package_is_said_plainly(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "wandb", None)
+def test_missing_package_is_said_plainly(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check_installed(tiny_stage())
     with pytest.raises(ConfigError, match=r"logging.wandb_project='demo' needs the package wandb: pip install"):
-        WandbLog(tiny_stage(logging={"wandb_project": "demo"}), tmp_path)
+        check_installed(tiny_stage(logging={"wandb_project": "demo"}))
 
 
 def test_offline_runs_of_a_resumed_stage_share_their_id(tmp_path):

@@ -1,0 +1,165 @@
+"""The command line: `megatron-palimpsa {demo,prep,train,generate,report}`.
+
+Every command imports what it needs when it runs, so that `--help` and wrong input answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; the exit code is that of `training.exit_codes.ExitCode`."""
+    options = _parser().parse_args(arguments)
+    _start_logging()
+    from palimpsa_data import DataError
+
+    from megatron_palimpsa.config import ConfigError
+    from megatron_palimpsa.training.exit_codes import ExitCode
+
+    try:
+        return int(options.command(options))
+    except (ConfigError, DataError) as error:
+        print(f"megatron-palimpsa: error: {error}", file=sys.stderr)
+        return ExitCode.WRONG_INPUT
+    except KeyboardInterrupt:
+        print("megatron-palimpsa: interrupted; the last checkpoint stays", file=sys.stderr)
+        return ExitCode.INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="megatron-palimpsa",
+        description="Train hybrid state-space models with Palimpsa layers in Megatron-Core.",
+        epilog="Exit codes: 0 complete, 2 wrong input, 3 numerical stop, 75 saved and stopped (start again to go on).",
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_demo(commands)
+    _add_prep(commands)
+    _add_train(commands)
+    _add_generate(commands)
+    _add_report(commands)
+    return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction) -> None:
+    demo = commands.add_parser("demo", help="prepare real text and train the tiny three-stage run on this machine")
+    demo.add_argument("--folder", type=Path, default=Path("runs/demo"), help="where everything goes (%(default)s)")
+    demo.set_defaults(command=_demo)
+
+
+def _add_prep(commands: argparse._SubParsersAction) -> None:
+    prep = commands.add_parser("prep", help="make shard sets and a tokenizer from text")
+    prep.add_argument("recipe", choices=["demo"], help="which data to prepare")
+    prep.add_argument("--folder", type=Path, default=Path("runs/demo/data"), help="output folder (%(default)s)")
+    prep.set_defaults(command=_prep)
+
+
+def _add_train(commands: argparse._SubParsersAction) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train one stage, or go on where it stopped",
+        description="Train one stage, or go on where it stopped. Under torchrun every rank runs this command.",
+    )
+    train.add_argument("config", type=Path, metavar="CONFIG", help="the stage's YAML file")
+    train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for instance train.micro_batch_size=2")
+    train.add_argument("--dry-run", action="store_true", help="print the resolved plan and start nothing")
+    train.set_defaults(command=_train)
+
+
+def _add_generate(commands: argparse._SubParsersAction) -> None:
+    generate = commands.add_parser("generate", help="continue a text with a trained stage")
+    generate.add_argument("folder", type=Path, metavar="STAGE_FOLDER", help="for instance runs/demo/instruct")
+    generate.add_argument("prompt", nargs="?", help="the text to continue; standard input where it is left out")
+    generate.add_argument("--max-new-tokens", type=_positive, default=128, metavar="N", help="(%(default)s)")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (%(default)s)")
+    generate.add_argument("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest; 0: all")
+    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample among the likeliest mass P")
+    generate.add_argument("--seed", type=int, default=0, help="of the sampling (%(default)s)")
+    generate.set_defaults(command=_generate)
+
+
+def _add_report(commands: argparse._SubParsersAction) -> None:
+    report = commands.add_parser("report", help="table and pictures of the stages in a folder")
+    report.add_argument("folder", type=Path, metavar="FOLDER", help="the stages' output_dir, for instance runs/demo")
+    report.set_defaults(command=_report)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from megatron_palimpsa import demo
+
+    return demo.run(options.folder)
+
+
+def _prep(options: argparse.Namespace) -> int:
+    from palimpsa_data import demo
+
+    demo.prepare(options.folder, progress=print)
+    return 0
+
+
+def _train(options: argparse.Namespace) -> int:
+    from megatron_palimpsa.config import load_stage
+    from megatron_palimpsa.training import run
+
+    config = load_stage(options.config, options.overrides)
+    if options.dry_run:
+        print(run.dry_run(config))
+        return 0
+    return run.train(config)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from megatron_palimpsa.training.generate import generate_text
+
+    prompt = sys.stdin.read() if options.prompt is None else options.prompt
+    print(
+        generate_text(
+            options.folder,
+            prompt,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed,
+        )
+    )
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from megatron_palimpsa import report
+
+    report.build(options.folder)
+    return 0
+
+
+def _start_logging() -> None:
+    """Progress to standard output (rank 0 only), warnings and errors to standard error (every rank)."""
+    # Megatron says at every start that Transformer Engine and Apex, which are not needed, are not there.
+    for category in (UserWarning, FutureWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"megatron\.core\.|torch\.")
+    rank = int(os.environ.get("RANK", "0"))
+    logger = logging.getLogger("megatron_palimpsa")
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logger.propagate = False
+    progress = logging.StreamHandler(sys.stdout)
+    progress.addFilter(lambda record: record.levelno < logging.WARNING)
+    progress.setFormatter(logging.Formatter("%(message)s"))
+    problems = logging.StreamHandler(sys.stderr)
+    problems.setLevel(logging.WARNING)
+    prefix = "" if "RANK" not in os.environ else f"rank {rank}: "
+    problems.setFormatter(logging.Formatter(f"{prefix}%(levelname)s: %(message)s"))
+    logger.handlers = [progress, problems]

@@ -1,0 +1,157 @@
+"""What a stage will do and need, from its configuration alone: the answer to `train --dry-run`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_palimpsa.config import ModelConfig, StageConfig
+from megatron_palimpsa.engine.flops import train_flops_per_token
+from megatron_palimpsa.training.console import short_count
+from megatron_palimpsa.training.stages import Source
+
+_GIB = 2**30
+
+
+def layer_parameters(model: ModelConfig, symbol: str) -> int:
+    """Parameters of one layer with its norm; `symbol` is a letter of the pattern."""
+    hidden, inner, heads = model.hidden_size, model.d_inner, model.nheads
+    if symbol == "*":
+        attention_heads = model.num_attention_heads or 1
+        groups = model.num_query_groups or attention_heads
+        return hidden + 2 * hidden * hidden + 2 * hidden * groups * (hidden // attention_heads)
+    if symbol == "-":
+        return hidden + 3 * hidden * (model.ffn_hidden_size or 0)
+    convolved = inner + 2 * model.ngroups * model.d_state
+    mamba = hidden + hidden * (inner + convolved + heads) + convolved * (model.d_conv + 1) + 3 * heads + inner
+    mamba += inner * hidden
+    if symbol == "M":
+        return mamba
+    return mamba + model.beta_rank * (hidden + inner) + 2 * heads
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Parameters of the whole model, as the built one has them."""
+    embeddings = model.padded_vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
+    return embeddings + model.hidden_size + sum(layer_parameters(model, symbol) for symbol in model.layers)
+
+
+def checkpoint_bytes(model: ModelConfig) -> int:
+    """Weights and two moments in float32, and a tenth for what surrounds them."""
+    return round(1.1 * 12 * count_parameters(model)) + 2**20
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of the rank that holds most, while it trains."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def estimate_memory(config: StageConfig, data_parallel_size: int) -> MemoryEstimate:
+    """Weights, gradients and optimizer by their sizes; activations within about a factor of two.
+
+    Gradients are float32. The optimizer holds two float32 moments and, in bf16, float32 weights; the distributed one
+    shares them over data parallelism. Activations count what backward needs of every layer (only its input with full
+    recomputation, and one layer in full), for as many microbatches as the pipeline keeps in flight, and the logits.
+    """
+    model, parallel = config.model, config.parallel
+    size = 2 if config.train.precision == "bf16" else 4
+    held = _largest_stage_parameters(model, parallel.pp) / parallel.tp
+    optimizer = held * (12 if size == 2 else 8)
+    if parallel.distributed_optimizer:
+        optimizer /= data_parallel_size
+    return MemoryEstimate(
+        weights=round(held * size),
+        gradients=round(held * 4),
+        optimizer=round(optimizer),
+        activations=round(_activations(config, size)),
+    )
+
+
+def _largest_stage_parameters(model: ModelConfig, pp: int) -> int:
+    stages = _pipeline_stages(model, pp)
+    sizes = [sum(layer_parameters(model, symbol) for symbol in stage) for stage in stages]
+    embedding = model.padded_vocab_size * model.hidden_size
+    sizes[0] += embedding
+    sizes[-1] += model.hidden_size
+    if pp > 1 or not model.tie_embeddings:
+        sizes[-1] += embedding
+    return max(sizes)
+
+
+def _pipeline_stages(model: ModelConfig, pp: int) -> list[str]:
+    if pp > 1 and "|" in model.pattern:
+        return model.pattern.split("|")
+    length = math.ceil(len(model.layers) / pp)
+    return [model.layers[start : start + length] for start in range(0, len(model.layers), length)]
+
+
+def _activations(config: StageConfig, size: int) -> float:
+    model, tp = config.model, config.parallel.tp
+    tokens = config.train.micro_batch_size * model.seq_length
+    residual = model.hidden_size * (4 if model.fp32_residual else size) + model.hidden_size * size
+    stage = max(_pipeline_stages(model, config.parallel.pp), key=len)
+    inside = [_layer_values(model, symbol) * size / tp for symbol in stage]
+    if config.train.recompute == "full":
+        layers = len(stage) * residual + max(inside)
+    else:
+        layers = sum(residual + values for values in inside)
+    in_flight = min(config.parallel.pp, config.global_batch_size)
+    logits = 2 * 4 * model.padded_vocab_size / tp
+    return tokens * (layers * in_flight + logits)
+
+
+def _layer_values(model: ModelConfig, symbol: str) -> float:
+    """Values a token leaves for backward inside one layer, before tensor parallelism."""
+    if symbol == "*":
+        return 4 * model.hidden_size
+    if symbol == "-":
+        return 4 * (model.ffn_hidden_size or 0)
+    convolved = model.d_inner + 2 * model.ngroups * model.d_state
+    # Projected, convolved, activated; v and y; the gated norm's input and output.
+    mamba = model.d_inner + 3 * convolved + 4 * model.d_inner
+    return mamba if symbol == "M" else mamba + 3 * model.d_inner
+
+
+def describe(config: StageConfig, world_size: int, source: Source | None, data: list[str]) -> str:
+    """The resolved plan as lines of text; `data` describes the sets."""
+    model, train, parallel, optimizer = config.model, config.train, config.parallel, config.optimizer
+    dp = world_size // (parallel.tp * parallel.pp)
+    memory = estimate_memory(config, dp)
+    parameters = count_parameters(model)
+    counts = ", ".join(f"{model.layers.count(symbol)} {symbol}" for symbol in dict.fromkeys(model.layers))
+    flops = train_flops_per_token(model) * train.tokens
+    steps = config.total_steps
+    lines = [
+        f"stage          {config.name} -> {config.folder}",
+        f"starts from    {_start(source)}",
+        f"model          {parameters:,} parameters ({short_count(parameters)}), {len(model.layers)} layers ({counts}), "
+        f"sequence length {model.seq_length:,}",
+        f"layout         {world_size} ranks: tp {parallel.tp}, pp {parallel.pp}, dp {dp}; "
+        f"{train.precision}, recompute {train.recompute}, "
+        f"{'distributed' if parallel.distributed_optimizer else 'replicated'} optimizer",
+        f"tokens         {train.tokens:,} in {steps:,} steps of {train.global_batch_tokens:,} "
+        f"({config.global_batch_size} sequences, {config.num_microbatches(dp)} microbatches of "
+        f"{train.micro_batch_size} a rank); {flops:.2e} FLOPs",
+        f"schedule       lr {optimizer.lr:g}, {optimizer.warmup_steps} warm-up steps, {optimizer.schedule} to "
+        f"{optimizer.lr if optimizer.schedule == 'constant' else optimizer.min_lr:g}",
+        *(f"{'data' if index == 0 else '':<14} {line}" for index, line in enumerate(data)),
+        f"memory a rank  about {memory.total / _GIB:.2f} GiB: weights {memory.weights / _GIB:.2f}, "
+        f"gradients {memory.gradients / _GIB:.2f}, optimizer {memory.optimizer / _GIB:.2f}, "
+        f"activations {memory.activations / _GIB:.2f} (these within a factor of two)",
+        f"checkpoints    every {config.checkpoint.interval:,} steps, {config.checkpoint.keep} kept, about "
+        f"{checkpoint_bytes(model) / 1e9:.3g} GB each",
+    ]
+    return "\n".join(lines)
+
+
+def _start(source: Source | None) -> str:
+    return "random weights" if source is None else f"{source.load} of {source.checkpoint}"

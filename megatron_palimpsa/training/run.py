@@ -1,0 +1,76 @@
+"""`train` and `train --dry-run`: everything that can be refused is refused here, before an engine is built."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+
+from megatron_palimpsa.config import StageConfig, check_stage
+from megatron_palimpsa.training import plan
+from megatron_palimpsa.training.console import clock
+from megatron_palimpsa.training.data import StageData
+from megatron_palimpsa.training.exit_codes import ExitCode
+from megatron_palimpsa.training.run_folder import RunFolder
+from megatron_palimpsa.training.stages import Source, find_source
+from megatron_palimpsa.training.wandb_log import check_installed
+
+logger = logging.getLogger(__name__)
+
+
+def train(config: StageConfig) -> ExitCode:
+    """Train the stage, or go on where it stopped; on every rank.
+
+    Raises:
+        ConfigError: the input is wrong, or another process trains this stage.
+    """
+    folder = RunFolder(config.folder)
+    check_stage(config, _world_size())
+    folder.check_config(config)
+    if done := folder.read_marker():
+        logger.info(
+            "Stage %s is complete already: %d steps, %d tokens, %s (%s)",
+            config.name,
+            done["steps"],
+            done["tokens"],
+            clock(done["seconds"]),
+            folder.marker,
+        )
+        return ExitCode.COMPLETE
+    source, data = _check_inputs(config, folder)
+    is_main = os.environ.get("RANK", "0") == "0"
+    with folder.locked() if is_main else contextlib.nullcontext():
+        if is_main:
+            folder.write_config(config)
+        from megatron_palimpsa.training.loop import train_stage
+
+        return train_stage(config, folder, source, data)
+
+
+def dry_run(config: StageConfig) -> str:
+    """Check everything that `train` checks and describe what it would do.
+
+    Raises:
+        ConfigError: as `train`.
+    """
+    folder = RunFolder(config.folder)
+    check_stage(config, _world_size())
+    folder.check_config(config)
+    source, data = _check_inputs(config, folder)
+    sets = [
+        f"{item.name}: {100 * item.share:.1f} % of the sequences, {item.tokens:,} tokens, {item.epochs:.2f} epochs"
+        for item in data.sources()
+    ]
+    return plan.describe(config, _world_size(), source, sets)
+
+
+def _check_inputs(config: StageConfig, folder: RunFolder) -> tuple[Source | None, StageData]:
+    check_installed(config)
+    source = find_source(config)
+    data = StageData(config)
+    folder.check_disk_space(plan.checkpoint_bytes(config.model), config.checkpoint.keep)
+    return source, data
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,0 +1,10 @@
+"""Fixtures that tests of several parts share."""
+
+import pytest
+from helpers.runs import make_data
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory):
+    """Folder of a tiny tokenizer and the blends train.yaml and valid.yaml."""
+    return make_data(tmp_path_factory.mktemp("tiny_data"))

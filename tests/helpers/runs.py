@@ -1,0 +1,89 @@
+"""Tiny prepared data, stage files over them, and processes that train on them."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+from palimpsa_data.sets import write_set
+from palimpsa_data.shards import Encoded, ShardSpec, shard_stem, write_shard
+from palimpsa_data.tokenizer import Tokenizer, train_tokenizer
+
+VOCAB_SIZE = 320
+SEQ_LENGTH = 32
+
+STAGE: dict[str, Any] = {
+    "model": {
+        "pattern": "MP*-",
+        "hidden_size": 16,
+        "vocab_size": VOCAB_SIZE,
+        "seq_length": SEQ_LENGTH,
+        "d_state": 4,
+        "headdim": 8,
+        "beta_rank": 4,
+        "num_attention_heads": 2,
+        "ffn_hidden_size": 32,
+    },
+    "train": {"tokens": 8 * 64, "global_batch_tokens": 64, "precision": "fp32", "eval_interval": 4, "eval_batches": 2},
+    "optimizer": {"lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 2},
+    "checkpoint": {"interval": 4},
+    "logging": {"interval": 1, "tensorboard": False},
+}
+"""8 steps of 2 sequences; checkpoints at 4 and 8."""
+
+
+def make_data(folder: Path) -> Path:
+    """A tokenizer and the blends `train.yaml` and `valid.yaml` of random words; -> folder."""
+    generator = random.Random(5)
+    words = ["".join(generator.choices("abcdefghij", k=generator.randint(2, 6))) for _ in range(40)]
+    texts = [" ".join(generator.choices(words, k=generator.randint(3, 40))) for _ in range(60)]
+    (folder / "tokenizer.model").write_bytes(train_tokenizer(texts, VOCAB_SIZE))
+    tokenizer = Tokenizer(folder / "tokenizer.model")
+    for split, part in (("train", texts[:50]), ("valid", texts[50:])):
+        spec = ShardSpec("0" * 64, tokenizer.sha256, split, tokenizer.vocab_size, loss_mask=False)
+        stem = shard_stem(folder / split, split, 0, 1)
+        documents = [Encoded(tokenizer.encode_document(text)) for text in part]
+        manifest, _ = write_shard(stem, documents, spec, most_tokens=10**5)
+        write_set(folder / split, split, tokenizer.info, {stem: manifest})
+        (folder / f"{split}.yaml").write_text(yaml.safe_dump([{"set": split, "weight": 1.0}]))
+    return folder
+
+
+def write_stage(folder: Path, data: Path, name: str = "stage", **changes: Any) -> Path:
+    """A stage file in `folder` whose runs go to `folder/runs`; `changes` are merged into STAGE's sections."""
+    tree: dict[str, Any] = {"name": name, "output_dir": str(folder / "runs"), **STAGE}
+    tree["data"] = {
+        "train_blend": str(data / "train.yaml"),
+        "valid_blend": str(data / "valid.yaml"),
+        "tokenizer": str(data / "tokenizer.model"),
+    }
+    for section, values in changes.items():
+        tree[section] = {**tree.get(section, {}), **values} if isinstance(values, dict) else values
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
+
+
+def start(*arguments: str | Path, ranks: int = 1) -> subprocess.Popen[str]:
+    """`megatron-palimpsa ARGUMENTS` in a process of its own (under torchrun for more ranks), one thread a rank."""
+    launcher = [] if ranks == 1 else ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [sys.executable, *launcher, "-m", "megatron_palimpsa", *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+
+def run(*arguments: str | Path, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """`start` and wait for the end."""
+    with start(*arguments, ranks=ranks) as process:
+        out, err = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
