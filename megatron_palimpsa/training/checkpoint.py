@@ -226,9 +226,11 @@ class _PlainUnpickler(pickle.Unpickler):
     """Builds the classes that torch's checkpoint metadata consists of, and nothing else."""
 
     ALLOWED = re.compile(
-        r"torch\.distributed\.checkpoint\.(metadata|filesystem)\.\w+"
-        r"|torch\.(Size|device|serialization\._get_layout|_utils\._\w+|\w*float\w*|u?int\d+|bool)"
-        r"|collections\.OrderedDict|pathlib\.(Pure)?PosixPath|_codecs\.encode"
+        r"torch\.distributed\.checkpoint\.metadata\.(Metadata|MetadataIndex|StorageMeta|TensorProperties"
+        r"|TensorStorageMetadata|BytesStorageMetadata|ChunkStorageMetadata|_MEM_FORMAT_ENCODING)"
+        r"|torch\.distributed\.checkpoint\.filesystem\._StorageInfo"
+        r"|torch\.(Size|float32|uint8|serialization\._get_layout)"
+        r"|pathlib\.(_local\.)?PosixPath"
     )
 
     def find_class(self, module: str, name: str) -> Any:
