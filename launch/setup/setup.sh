@@ -2,7 +2,8 @@
 # Make .venv and install the project into it, once: `setup.sh demo` what runs it, `setup.sh dev` what tests it too.
 #
 # .venv/installed says what was installed, from where and by which pyproject.toml and constraints.txt; while it is
-# true a call costs a fraction of a second. An installation that was killed left .venv/installing and starts anew.
+# true a call costs a fraction of a second. A pip that was killed leaves .venv/installing, and the next call starts anew:
+# half a package may look installed to pip.
 set -u
 extra="$1"
 cd "$(dirname "$0")/../.." || exit 1
@@ -79,12 +80,12 @@ install_project() {
     .venv/bin/python -m pip install --progress-bar off -c constraints.txt -e "$requirement" >>"$log" 2>&1 &
     pip=$!
     echo "$pip" >.venv/installing
-    trap 'kill "$pip" 2>/dev/null; wait "$pip"; rm -f .venv/installing; exit 130' INT TERM HUP
+    trap 'kill "$pip" 2>/dev/null; wait "$pip"; echo "set-up: stopped"; exit 130' INT TERM HUP
     watch_install "$pip"
     wait "$pip"
     status=$?
     trap - INT TERM HUP
-    rm -f .venv/installing
+    [ "$status" -gt 128 ] || rm -f .venv/installing
     if [ "$status" -ne 0 ]; then
         reason=$(grep -i "error" "$log" | tail -n 1)
         fail "pip install failed (exit status $status): ${reason:-see the log}; the whole log: $log"

@@ -1,0 +1,151 @@
+"""The report's pictures; every function takes the stages' records and writes one PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, LogLocator
+
+from megatron_palimpsa.report.stages import Record, StageRecords
+
+# Okabe and Ito's palette: told apart by readers who see colours differently.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_DPI = 110
+
+
+def _starts(stages: Sequence[StageRecords]) -> list[int]:
+    """Tokens seen before each stage, and at the end of the last."""
+    return [0, *accumulate(stage.end["tokens"] for stage in stages)]
+
+
+def _token_axis(axes: Axes, stages: Sequence[StageRecords]) -> None:
+    starts = _starts(stages)
+    for border in starts[1:-1]:
+        axes.axvline(border, color="0.75", linewidth=1, zorder=0)
+    for stage, start, end in zip(stages, starts, starts[1:], strict=False):
+        axes.text((start + end) / 2, 1.02, stage.name, transform=axes.get_xaxis_transform(), ha="center", va="bottom")
+    axes.set_xlim(0, starts[-1])
+    axes.xaxis.set_major_formatter(FuncFormatter(_short_tokens))
+    axes.grid(axis="y", color="0.92")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _short_tokens(tokens: float, _position: int | None = None) -> str:
+    if tokens == 0:
+        return "0"
+    return f"{tokens / 1e6:g}M" if tokens >= 1e6 else f"{tokens / 1e3:g}K"
+
+
+def draw_losses(stages: Sequence[StageRecords], path: Path) -> None:
+    """Training and validation loss over the tokens of all stages."""
+    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    for stage, start in zip(stages, _starts(stages), strict=False):
+        first = stage is stages[0]
+        train = [record for record in stage.train if record["loss"] is not None]
+        axes.plot(
+            [start + record["tokens"] for record in train],
+            [record["loss"] for record in train],
+            color=_COLOURS[5],
+            linewidth=1.2,
+            label="training" if first else None,
+        )
+        axes.plot(
+            [start + record["tokens"] for record in stage.valid],
+            [record["loss"] for record in stage.valid],
+            color=_COLOURS[1],
+            marker="o",
+            markersize=4,
+            linewidth=1.5,
+            label="validation" if first else None,
+        )
+    _token_axis(axes, stages)
+    axes.set_xlabel("tokens seen")
+    axes.set_ylabel("loss (nats a token)")
+    axes.legend(frameon=False, loc="lower left")
+    _save(figure, path)
+
+
+def draw_loss_by_position(stage: StageRecords, path: Path) -> None:
+    """Validation loss by the token's position in its document, before and after the stage."""
+    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    edges = stage.valid[-1]["position_edges"]
+    # The buckets double in width; drawn equally wide, each is as easy to read as the next.
+    places = range(len(edges))
+    for record, colour, when in ((stage.valid[0], "0.6", "before"), (stage.valid[-1], _COLOURS[0], "after")):
+        losses = [float("nan") if loss is None else loss for loss in record["loss_by_position"]]
+        label = f"{when} the stage (step {record['step']:,}, mean {record['loss']:.3f})"
+        axes.stairs(losses, places, baseline=None, color=colour, linewidth=2.2, label=label)
+    axes.set_xticks(places, [str(edge) for edge in edges])
+    axes.set_xlim(places[0], places[-1])
+    axes.set_xlabel("position in the document (tokens)")
+    axes.set_ylabel("validation loss (nats a token)")
+    axes.set_title(stage.name, fontsize="medium")
+    axes.grid(axis="y", color="0.92")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    _save(figure, path)
+
+
+def draw_memory(stages: Sequence[StageRecords], symbols: str, path: Path) -> None:
+    """Memory window N_t and importance ratio r = (I_max - I_min) / I_min of each layer over training.
+
+    `symbols` names the layers, one letter each (`MPM*-P`); layers are numbered from 1.
+    """
+    figure, (window, ratio) = plt.subplots(2, 1, figsize=(9, 7), sharex=True, layout="constrained")
+    _draw_by_layer(window, stages, symbols, lambda values: values.get("window"))
+    _draw_by_layer(ratio, stages, symbols, lambda values: values.get("importance_ratio"))
+    window.set_ylabel("memory window $N_t$ (tokens, median)")
+    ratio.set_ylabel("importance ratio $r$ (median of heads)")
+    for axes in (window, ratio):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("")
+    _token_axis(window, stages)
+    _token_axis(ratio, stages)
+    for text in list(ratio.texts):
+        text.remove()
+    ratio.set_xlabel("tokens seen")
+    for axes in (window, ratio):
+        axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    _save(figure, path)
+
+
+def _draw_by_layer(
+    axes: Axes, stages: Sequence[StageRecords], symbols: str, value: Callable[[Record], float | None]
+) -> None:
+    layers = sorted({int(layer) for stage in stages for record in stage.valid for layer in record["memory"]})
+    for index, layer in enumerate(layers):
+        symbol = symbols[layer - 1]
+        style: dict[str, Any] = {
+            "color": _COLOURS[index % len(_COLOURS)],
+            "linestyle": "-" if symbol == "P" else "--",
+            "marker": "o",
+            "markersize": 3.5,
+            "linewidth": 1.6,
+        }
+        label: str | None = f"layer {layer} ({symbol})"
+        for stage, start in zip(stages, _starts(stages), strict=False):
+            points = [
+                (start + record["tokens"], number)
+                for record in stage.valid
+                if (number := value(record["memory"].get(str(layer), {}))) is not None
+            ]
+            if points:
+                axes.plot(*zip(*points, strict=True), label=label, **style)
+                label = None
+
+
+def _save(figure: plt.Figure, path: Path) -> None:
+    figure.savefig(path, dpi=_DPI)
+    plt.close(figure)

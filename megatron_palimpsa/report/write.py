@@ -1,0 +1,100 @@
+"""`build`: report.md, report.json and the pictures of a folder of finished stages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_palimpsa.config import ConfigError, StageConfig, load_stage
+from megatron_palimpsa.report.samples import Sample
+from megatron_palimpsa.report.stages import StageSummary, read_stage, summarize
+from megatron_palimpsa.report.table import format_table
+from megatron_palimpsa.training.run_folder import RunFolder
+
+_PICTURES = {
+    "loss.png": "Training and validation loss over the stages.",
+    "loss-by-position.png": "Validation loss by the token's position in its document, before and after {longest}.",
+    "memory.png": "Memory window N_t = 1 / (1 - alpha_t) of every recurrent layer, and importance ratio "
+    "r = (I_max - I_min) / I_min of every Palimpsa layer, at each validation.",
+}
+
+
+def stages_in(folder: Path) -> list[StageConfig]:
+    """The stages below `folder`, each behind the one that it starts from.
+
+    Raises:
+        ConfigError: there is none, or one cannot be read.
+    """
+    found = {path.parent.name: load_stage(path) for path in sorted(folder.glob("*/config.yaml"))}
+    if not found:
+        raise ConfigError(f"{folder}: holds no stage (a folder with a config.yaml)")
+    return sorted(found.values(), key=lambda config: len(_ancestors(config, found)))
+
+
+def _ancestors(config: StageConfig, found: dict[str, StageConfig]) -> list[str]:
+    names: list[str] = []
+    while config.init_from is not None:
+        name = Path(config.init_from.stage).name
+        if name not in found or name in names:
+            break
+        names.append(name)
+        config = found[name]
+    return names
+
+
+def summaries(folder: Path) -> list[StageSummary]:
+    """One row a stage, read without torch."""
+    return [summarize(read_stage(folder / config.name)) for config in stages_in(folder)]
+
+
+def build(folder: Path) -> Path:
+    """Write `folder/report/` from the finished stages in `folder` and print its table and samples; -> report.md.
+
+    Raises:
+        ConfigError: a stage is missing or not complete.
+    """
+    from megatron_palimpsa.report import pictures
+    from megatron_palimpsa.report.samples import generate_samples
+
+    configs = stages_in(folder)
+    stages = [read_stage(folder / config.name) for config in configs]
+    rows = [summarize(stage) for stage in stages]
+    longest = max(range(len(stages)), key=lambda index: configs[index].model.seq_length)
+    output = folder / "report"
+    output.mkdir(exist_ok=True)
+    pictures.draw_losses(stages, output / "loss.png")
+    pictures.draw_loss_by_position(stages[longest], output / "loss-by-position.png")
+    pictures.draw_memory(stages, configs[0].model.layers, output / "memory.png")
+    samples = generate_samples(folder / configs[-1].name)
+    text = _markdown(rows, samples, stages[longest].name)
+    (output / "report.md").write_text(text)
+    data = {"stages": [row.to_dict() for row in rows], "samples": [vars(sample) for sample in samples]}
+    _write_last(output / "report.json", json.dumps(data, indent=2) + "\n")
+    print(f"\n{format_table(rows)}\n\n{_sample_lines(samples)}\n", flush=True)
+    return output / "report.md"
+
+
+def is_current(folder: Path) -> bool:
+    """Whether the report was finished after every stage in `folder`."""
+    report = folder / "report" / "report.json"
+    markers = [RunFolder(folder / config.name).marker for config in stages_in(folder)]
+    return report.exists() and all(m.exists() and m.stat().st_mtime <= report.stat().st_mtime for m in markers)
+
+
+def _write_last(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _markdown(rows: Sequence[StageSummary], samples: Sequence[Sample], longest: str) -> str:
+    parts = ["# Report", format_table(rows), "Losses are nats a token; tokens/s count the time in training steps."]
+    for name, caption in _PICTURES.items():
+        parts.append(f"{caption.format(longest=longest)}\n\n![{name}]({name})")
+    parts += ["## Generated", f"```text\n{_sample_lines(samples)}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _sample_lines(samples: Sequence[Sample]) -> str:
+    return "\n".join(f"> {sample.prompt}\n  {' '.join(sample.answer.split())}" for sample in samples)
