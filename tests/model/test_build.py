@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from helpers import reference_model
+from helpers.models import randomise
 from helpers.stages import random_batch, tiny_stage
 
 from megatron_palimpsa.model import build_model, forward_loss
@@ -15,14 +16,6 @@ from megatron_palimpsa.model.naming import global_parameters
 from megatron_palimpsa.training.batch import Batch
 
 FP32_PARAMETERS = {"A_log", "D", "dt_bias", "b_scale", "prior_log"}
-
-
-def randomise(model: torch.nn.Module, seed: int = 0) -> None:
-    """Move every parameter away from its initial value, so that no term is 0 or 1."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,66 @@
+"""The mixer: its Mamba2 limit and its share of B and C."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.models import randomise
+from helpers.reference_model import relative_error
+from helpers.stages import random_batch, tiny_stage
+
+from megatron_palimpsa.model import build_model, forward_loss
+from megatron_palimpsa.model.naming import global_parameters
+from megatron_palimpsa.model.weights import load_full_weights
+
+NO_IMPORTANCE = -1e4
+"""softplus of it is exactly 0 in fp32."""
+
+
+@pytest.mark.parametrize("geometry", [{}, {"ngroups": 2}, {"ngroups": 4, "norm_groups": 1}])
+def test_without_beta_and_with_prior_one_a_palimpsa_layer_is_a_mamba2_layer(geometry):
+    palimpsa = build_model(tiny_stage(model={"pattern": "PP", **geometry}))
+    randomise(palimpsa)
+    with torch.no_grad():
+        for layer in palimpsa.decoder.layers:
+            layer.mixer.prior_log.zero_()
+    mamba2_config = tiny_stage(model={"pattern": "MM", **geometry})
+    mamba2 = build_model(mamba2_config)
+    load_full_weights(mamba2, dict(global_parameters(palimpsa)))
+    batch = random_batch(mamba2_config, seed=0, padding=3)
+    with torch.no_grad():
+        expected = forward_loss(mamba2, batch)
+        with_importance = forward_loss(palimpsa, batch)
+        for layer in palimpsa.decoder.layers:
+            layer.mixer.b_scale.fill_(NO_IMPORTANCE)
+        without = forward_loss(palimpsa, batch)
+    assert relative_error(with_importance, expected) > 1e-3
+    assert relative_error(without, expected) < 1e-6
+    for name, parameter in global_parameters(mamba2):
+        assert torch.equal(parameter, dict(global_parameters(palimpsa))[name])
+
+
+def test_a_prior_of_two_is_not_the_mamba2_limit():
+    config = tiny_stage(model={"pattern": "P"})
+    model = build_model(config)
+    randomise(model)
+    batch = random_batch(config, seed=0)
+    with torch.no_grad():
+        model.decoder.layers[0].mixer.prior_log.zero_()
+        model.decoder.layers[0].mixer.b_scale.fill_(NO_IMPORTANCE)
+        one = forward_loss(model, batch)
+        model.decoder.layers[0].mixer.prior_log.fill_(0.6931472)
+        two = forward_loss(model, batch)
+    assert relative_error(two, one) > 1e-3
+
+
+def test_decay_stronger_than_the_scan_takes_is_finite():
+    config = tiny_stage(model={"pattern": "PM"})
+    model = build_model(config)
+    with torch.no_grad():
+        for layer in model.decoder.layers:
+            layer.mixer.dt_bias.fill_(50.0)
+            layer.mixer.A_log.fill_(4.0)
+    losses = forward_loss(model, random_batch(config, seed=0))
+    losses.sum().backward()
+    assert losses.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
