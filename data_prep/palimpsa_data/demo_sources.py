@@ -163,14 +163,16 @@ def _decode(content: bytes) -> str | Skipped:
 
 def pieces(text: str, size: int = _PIECE) -> Iterator[str]:
     """Cut between paragraphs, as late as `size` characters allow; a longer paragraph is a piece of its own."""
-    piece = ""
+    kept: list[str] = []
+    room = size
     for paragraph in text.split("\n\n"):
-        if piece and len(piece) + len(paragraph) > size:
-            yield piece
-            piece = ""
-        piece += paragraph + "\n\n"
-    if piece.strip():
-        yield piece.rstrip("\n") + "\n"
+        if kept and len(paragraph) > room:
+            yield "\n\n".join(kept) + "\n"
+            kept, room = [], size
+        kept.append(paragraph)
+        room -= len(paragraph) + 2
+    if any(kept):
+        yield "\n\n".join(kept).rstrip("\n") + "\n"
 
 
 def _docstrings(module: str) -> Iterator[tuple[str, str]]:
@@ -199,7 +201,7 @@ def _function_examples(module: str, source: str) -> Iterator[Example | Skipped]:
         docstring = ast.get_docstring(node)
         if not docstring:
             yield Skipped("function without a docstring")
-        elif number % 2:
+        elif number % 2 or len(node.body) == 1:
             yield _example(f"What does the function {node.name} of Python's module {module} do?", "", docstring)
         else:
             first = node.body[0]

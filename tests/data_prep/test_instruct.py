@@ -1,0 +1,64 @@
+"""Instruction pairs: the Alpaca prompt, loss on the answer only, the answer never shortened."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from palimpsa_data.instruct import Example, encode_example, prompt
+from palimpsa_data.shards import Encoded, Skipped
+
+
+class Characters:
+    """One id a character: what is cut where can be read off."""
+
+    eod_id = 2
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(character) for character in text]
+
+
+def encode(example: Example, max_tokens: int) -> Encoded | Skipped:
+    return encode_example(example, Characters(), max_tokens)  # type: ignore[arg-type]
+
+
+def text(ids: np.ndarray) -> str:
+    return "".join(map(chr, ids.tolist()))
+
+
+def test_the_prompts_are_alpacas() -> None:
+    assert prompt("Sing.") == (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nSing.\n\n### Response:"
+    )
+    assert prompt("Shorten.", "A long text.") == (
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nShorten.\n\n### Input:\nA long text.\n\n### Response:"
+    )
+
+
+@pytest.mark.parametrize("context", ["", "the text"])
+def test_loss_is_on_the_answer_and_its_end(context: str) -> None:
+    encoded = encode(Example("Say it.", context, "So."), 1000)
+    assert isinstance(encoded, Encoded)
+    assert encoded.mask is not None
+    assert text(encoded.tokens) == prompt("Say it.", context) + "So." + chr(2)
+    assert text(encoded.tokens[encoded.mask == 1]) == "So." + chr(2)
+    assert encoded.mask.tolist() == sorted(encoded.mask.tolist())
+
+
+def test_a_long_example_loses_the_end_of_its_context() -> None:
+    whole = len(prompt("Say it.", "0123456789")) + len("The answer.") + 1
+    encoded = encode(Example("Say it.", "0123456789", "The answer."), whole - 4)
+    assert isinstance(encoded, Encoded)
+    assert text(encoded.tokens) == prompt("Say it.", "012345") + "The answer." + chr(2)
+    assert len(encoded.tokens) == whole - 4
+
+
+def test_what_cannot_keep_its_answer_is_left_out() -> None:
+    least = len(prompt("Say it.", "x")) - 1 + len("The answer.") + 1
+    assert isinstance(encode(Example("Say it.", "0123456789", "The answer."), least), Encoded)
+    assert encode(Example("Say it.", "0123456789", "The answer."), least - 1) == Skipped(
+        f"longer than {least - 1} tokens without its context"
+    )
+    assert encode(Example("Say it.", "", ""), 1000) == Skipped("empty answer")
