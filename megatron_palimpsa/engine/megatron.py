@@ -37,16 +37,16 @@ class MegatronEngine:
     def __init__(self, config: StageConfig) -> None:
         self.config = config
         self.optimizer_steps = 0
-        self._module = build_model(
-            config,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
-        )
-        self._device = next(self._module.parameters()).device
         with cuda_means_cpu():
+            self._module = build_model(
+                config,
+                pre_process=parallel_state.is_pipeline_first_stage(),
+                post_process=parallel_state.is_pipeline_last_stage(),
+            )
             self._wrapped = _wrap(self._module, config)
             self._optimizer = _build_optimizer(self._wrapped, config)
             self._scheduler = _build_scheduler(self._optimizer, config)
+        self._device = next(self._module.parameters()).device
         _check_precisions(self._module)
         self._forward_backward = get_forward_backward_func()
 

@@ -96,8 +96,12 @@ class _CudaMeansCpu(TorchFunctionMode):
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if function is torch.Tensor.cuda:
+            return args[0]
         if kwargs.get("device") == "cuda":
             kwargs = {**kwargs, "device": _CPU}
+        if function is torch.Tensor.cuda:
+            return args[0]
         result = function(*args, **kwargs)
         if function is torch.Tensor.type and len(args) == 1 and not kwargs and _asked_by_megatron_optimizer():
             return result.replace("torch.", "torch.cuda.", 1)
@@ -110,7 +114,7 @@ def _asked_by_megatron_optimizer() -> bool:
 
 
 def cuda_means_cpu() -> contextlib.AbstractContextManager[object]:
-    """Within it `device="cuda"` creates CPU tensors and Megatron's optimizers take those for CUDA ones.
+    """Within it `device="cuda"` and `Tensor.cuda` give CPU tensors, and Megatron's optimizers take those for CUDA ones.
 
     Does nothing where CUDA exists.
     """

@@ -1,0 +1,146 @@
+"""What a layout computes: losses, gradient norms, gradients and weights of a few steps, run on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from helpers.stages import random_batch
+from megatron_palimpsa import parallel
+from megatron_palimpsa.config import StageConfig
+from megatron_palimpsa.engine.base import StepResult
+from megatron_palimpsa.engine.megatron import MegatronEngine
+from megatron_palimpsa.model.naming import global_parameters
+from megatron_palimpsa.training import checkpoint
+from megatron_palimpsa.training.batch import Batch
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's part of a parameter and how it was split."""
+
+    value: Tensor
+    split_dim: int | None
+    stride: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one rank saw."""
+
+    steps: list[StepResult]
+    gradients: dict[str, Share]
+    """Of the first batch, before clipping, by global parameter name."""
+    weights: dict[str, Share]
+    """After the steps."""
+    learning_rates: list[float]
+    evaluation: Tensor
+    evaluation_loss: float
+
+
+@contextmanager
+def layout(config: StageConfig) -> Iterator[None]:
+    """Megatron's parallel state for the configuration, in a process group that may be there already."""
+    parallel.initialize(config.parallel, config.seed)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def share_of_batches(config: StageConfig, first_step: int) -> Iterator[Batch]:
+    """This data-parallel rank's microbatches from a step on, the same global batches under every layout."""
+    ranks = parallel_state.get_data_parallel_world_size()
+    microbatches = config.global_batch_size // config.train.micro_batch_size
+    index = first_step * microbatches + parallel_state.get_data_parallel_rank()
+    while True:
+        yield random_batch(config, seed=index, padding=index % 3)
+        index += ranks
+
+
+def always(loss: float, grad_norm: float) -> bool:
+    return True
+
+
+def never(loss: float, grad_norm: float) -> bool:
+    return False
+
+
+def shares(engine: MegatronEngine, gradients: bool) -> dict[str, Share]:
+    result = {}
+    for name, parameter in global_parameters(engine.model[0]):
+        if gradients and not parameter.requires_grad:
+            continue
+        value = parameter.main_grad if gradients else parameter.detach()
+        split = getattr(parameter, "tensor_model_parallel", False)
+        result[name] = Share(
+            value.clone(), parameter.partition_dim if split else None, getattr(parameter, "partition_stride", 1)
+        )
+    return result
+
+
+def train(config: StageConfig, steps: int) -> Run:
+    """First a batch whose gradients are looked at and dropped, then `steps` steps from the start, then evaluation."""
+    with layout(config):
+        engine = MegatronEngine(config)
+        engine.train_step(share_of_batches(config, 0), never)
+        gradients = shares(engine, gradients=True)
+        batches = share_of_batches(config, 0)
+        results, rates = [], []
+        for _ in range(steps):
+            results.append(engine.train_step(batches, always))
+            rates.append(engine.learning_rate)
+        evaluation, loss = engine.evaluate([random_batch(config, seed=900 + index) for index in range(3)])
+        return Run(results, gradients, shares(engine, gradients=False), rates, evaluation, loss)
+
+
+def train_and_save(config: StageConfig, steps: int, more: int, folder: Path) -> list[StepResult]:
+    """`steps` steps, a checkpoint, `more` steps: the results of the latter."""
+    with layout(config):
+        engine = MegatronEngine(config)
+        batches = share_of_batches(config, 0)
+        for _ in range(steps):
+            engine.train_step(batches, always)
+        checkpoint.save(folder, steps, engine, {"step": steps}, keep=2)
+        return [engine.train_step(batches, always) for _ in range(more)]
+
+
+def load_and_train(config: StageConfig, steps: int, more: int, folder: Path) -> list[StepResult]:
+    """What `train_and_save` went on to compute, from its checkpoint."""
+    with layout(config):
+        engine = MegatronEngine(config)
+        path = checkpoint.latest(folder)
+        assert path is not None
+        assert checkpoint.load(path, engine) == {"step": steps}
+        batches = share_of_batches(config, steps)
+        return [engine.train_step(batches, always) for _ in range(more)]
+
+
+def unsplit(runs: list[dict[str, Share]], tp: int) -> dict[str, Tensor]:
+    """Whole parameters from all ranks' shares (tensor-parallel ranks vary fastest).
+
+    Raises:
+        AssertionError: copies of a parameter or of a share differ in a bit.
+    """
+    whole: dict[str, Tensor] = {}
+    for first in range(0, len(runs), tp):
+        for name, share in runs[first].items():
+            parts = [runs[first + rank][name].value for rank in range(tp)]
+            if share.split_dim is None:
+                assert all(torch.equal(part, parts[0]) for part in parts), f"copies of {name} differ over TP"
+                value = parts[0]
+            else:
+                # Each rank holds `stride` pieces, which interleave over ranks in the whole.
+                pieces = [part.chunk(share.stride, share.split_dim) for part in parts]
+                ordered = [pieces[rank][index] for index in range(share.stride) for rank in range(tp)]
+                value = torch.cat(ordered, share.split_dim)
+            if name in whole:
+                assert torch.equal(whole[name], value), f"copies of {name} differ over DP or pipeline stages"
+            whole[name] = value
+    return whole
