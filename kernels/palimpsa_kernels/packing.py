@@ -67,34 +67,63 @@ class Chunks:
             flat = torch.cat([flat, flat.new_zeros(batch * tokens - self._used, *flat.shape[1:])])
         return flat.view(batch, tokens, *flat.shape[1:]).to(dtype)
 
-    def pass_states(self, local: Tensor, decay: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-        """Run state = decay[i] * state + local[i] over the chunks of each document.
+    def pass_states(
+        self,
+        added: Tensor,
+        decay: Tensor,
+        initial: Tensor,
+        final: Tensor | None,
+        part: range | None = None,
+        state: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run state = decay[i] * state + added[i] over the chunks of each document.
 
         Args:
-            local: what each chunk adds [chunks, ...].
-            decay: [chunks, ...], broadcastable to local.
+            added: what each chunk adds to the state [m, ...].
+            decay: of each chunk, broadcastable to `added`.
             initial: state before each document's first chunk [N, ...].
+            final: the states behind documents that end here are written to it [N, ...], unless it is None.
+            part: which m chunks, all of them if not given.
+            state: the state before the first of them [1, ...]; not read if a document starts there.
 
         Returns:
-            The state before each chunk [chunks, ...] and behind each document [N, ...].
+            The state before each chunk [m, ...], and the one behind the last [1, ...].
         """
-        return self._pass(local, decay, initial, range(len(self)), self.first, self.last)
+        return self._pass(added, decay, initial, final, part, state, step=1)
 
-    def pass_adjoints(self, local: Tensor, decay: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
-        """`pass_states` from the last chunk to the first: the adjoint behind each chunk and before each document."""
-        return self._pass(local, decay, final, range(len(self) - 1, -1, -1), self.last, self.first)
+    def pass_adjoints(
+        self,
+        added: Tensor,
+        decay: Tensor,
+        dfinal: Tensor,
+        dinitial: Tensor,
+        part: range | None = None,
+        adjoint: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The adjoint of `pass_states`, from the last chunk to the first: the adjoint behind each chunk."""
+        return self._pass(added, decay, dfinal, dinitial, part, adjoint, step=-1)
 
     def _pass(
-        self, local: Tensor, decay: Tensor, start: Tensor, order: range, enters: list[bool], leaves: list[bool]
+        self,
+        added: Tensor,
+        decay: Tensor,
+        start: Tensor,
+        end: Tensor | None,
+        part: range | None,
+        state: Tensor | None,
+        step: int,
     ) -> tuple[Tensor, Tensor]:
-        incoming = torch.empty_like(local)
-        outgoing = start.clone()
-        state = start
-        for i in order:
+        part = range(len(self)) if part is None else part
+        enters, leaves = (self.first, self.last) if step == 1 else (self.last, self.first)
+        state = torch.zeros_like(start[:1]) if state is None else state
+        incoming = torch.empty_like(added)
+        rows = zip(part, incoming.split(1), added.split(1), decay.split(1), strict=True)
+        for i, incoming_i, added_i, decay_i in list(rows)[::step]:
+            document = slice(self.document[i], self.document[i] + 1)
             if enters[i]:
-                state = start[self.document[i]]
-            incoming[i] = state
-            state = torch.addcmul(local[i], decay[i], incoming[i])
-            if leaves[i]:
-                outgoing[self.document[i]] = state
-        return incoming, outgoing
+                state = start[document]
+            incoming_i.copy_(state)
+            state = torch.addcmul(added_i, decay_i, state)
+            if leaves[i] and end is not None:
+                end[document] = state
+        return incoming, state

@@ -41,11 +41,13 @@ class _ChunkSSD(torch.autograd.Function):
         q_ngLK, k_ngLK, v_ngrLV, log_alpha_nlgr = _by_group(chunks, q, k, v, log_alpha)
         between, from_start, to_end = _decays(log_alpha_nlgr)
         local = (v_ngrLV * to_end[..., None]).mT @ k_ngLK[:, :, None]
-        before, final = chunks.pass_states(local, from_start[..., -1, None, None], initial.unflatten(1, (groups, -1)))
+        decay, final = from_start[..., -1, None, None], initial.clone()
+        before, _ = chunks.pass_states(local.flatten(1, 2), decay.flatten(1, 2), initial, final)
+        before = before.unflatten(1, (groups, -1))
         scores = (q_ngLK @ k_ngLK.mT)[:, :, None] * between
         y = scores @ v_ngrLV
         y += (q_ngLK[:, :, None] @ before.mT) * from_start[..., None]
-        return chunks.merge(_to_tokens(y * scale), v.dtype), final.flatten(1, 2)
+        return chunks.merge(_to_tokens(y * scale), v.dtype), final
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -60,9 +62,12 @@ class _ChunkSSD(torch.autograd.Function):
         keys, queries = k_ngLK[:, :, None], q_ngLK[:, :, None]
 
         local = (v_ngrLV * to_end[..., None]).mT @ keys
-        before, _ = chunks.pass_states(local, decay, initial.unflatten(1, (groups, -1)))
-        dy_decayed = dy_ngrLV * from_start[..., None]
-        dbehind, dinitial = chunks.pass_adjoints(dy_decayed.mT @ queries, decay, dfinal.unflatten(1, (groups, -1)))
+        before, _ = chunks.pass_states(local.flatten(1, 2), decay.flatten(1, 2), initial, None)
+        before = before.unflatten(1, (groups, -1))
+        dy_decayed, dinitial = dy_ngrLV * from_start[..., None], dfinal.clone()
+        dbefore = (dy_decayed.mT @ queries).flatten(1, 2)
+        dbehind, _ = chunks.pass_adjoints(dbefore, decay.flatten(1, 2), dfinal, dinitial)
+        dbehind = dbehind.unflatten(1, (groups, -1))
 
         scores = (q_ngLK @ k_ngLK.mT)[:, :, None] * between
         dv_from_behind = (keys @ dbehind.mT) * to_end[..., None]
@@ -83,7 +88,7 @@ class _ChunkSSD(torch.autograd.Function):
             chunks.merge(dk.transpose(1, 2), k.dtype),
             chunks.merge(_to_tokens(dv), v.dtype),
             chunks.merge(dlog_alpha.permute(0, 3, 1, 2).flatten(2), log_alpha.dtype),
-            dinitial.flatten(1, 2),
+            dinitial,
             None,
             None,
         )
