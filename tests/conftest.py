@@ -2,6 +2,11 @@
 
 import pytest
 from helpers.runs import make_data
+from hypothesis import settings
+
+# On a shared machine an example may take any time.
+settings.register_profile("no-deadline", deadline=None)
+settings.load_profile("no-deadline")
 
 
 @pytest.fixture(scope="session")
