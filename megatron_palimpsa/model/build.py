@@ -14,6 +14,7 @@ from megatron_palimpsa.config import ModelConfig, StageConfig
 from megatron_palimpsa.model.mixer import MixerOptions
 from megatron_palimpsa.model.spec import hybrid_stack_spec
 from megatron_palimpsa.model.weights import initialize_weights
+from megatron_palimpsa.parallel import cpu
 from megatron_palimpsa.training.batch import Batch
 
 
@@ -106,17 +107,19 @@ def build_model(
         `config.train`, but for those marked `keep_fp32`. Its `model_config` is `config.model`.
     """
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-    model = HybridModel(
-        transformer_config(config),
-        hybrid_stack_spec(mixer_options(config.model)),
-        vocab_size=config.model.padded_vocab_size,
-        max_sequence_length=config.model.seq_length,
-        hybrid_layer_pattern=stage_pattern(config.model.pattern, config.parallel.pp),
-        pre_process=pre_process,
-        post_process=post_process,
-        share_embeddings_and_output_weights=config.model.tie_embeddings,
-        pg_collection=groups,
-    )
+    # Tied embeddings of several pipeline stages are sent through the GPU.
+    with cpu.cuda_means_cpu():
+        model = HybridModel(
+            transformer_config(config),
+            hybrid_stack_spec(mixer_options(config.model)),
+            vocab_size=config.model.padded_vocab_size,
+            max_sequence_length=config.model.seq_length,
+            hybrid_layer_pattern=stage_pattern(config.model.pattern, config.parallel.pp),
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=config.model.tie_embeddings,
+            pg_collection=groups,
+        )
     model.model_config = config.model
     initialize_weights(model, config.model, config.seed)
     return model.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else model

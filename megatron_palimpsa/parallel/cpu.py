@@ -100,8 +100,6 @@ class _CudaMeansCpu(TorchFunctionMode):
             return args[0]
         if kwargs.get("device") == "cuda":
             kwargs = {**kwargs, "device": _CPU}
-        if function is torch.Tensor.cuda:
-            return args[0]
         result = function(*args, **kwargs)
         if function is torch.Tensor.type and len(args) == 1 and not kwargs and _asked_by_megatron_optimizer():
             return result.replace("torch.", "torch.cuda.", 1)
