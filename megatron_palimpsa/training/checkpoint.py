@@ -38,8 +38,6 @@ from megatron_palimpsa.engine.base import Engine
 from megatron_palimpsa.training import checkpoint_files as files
 
 FORMAT_VERSION = 1
-BYTES_PER_PARAMETER = 12
-"""A weight and two moments in float32."""
 
 
 class CheckpointError(RuntimeError):
@@ -131,15 +129,6 @@ def latest(folder: Path) -> Path | None:
     if dist.is_initialized():
         return _on_first_rank(lambda: files.latest_intact(folder))
     return files.latest_intact(folder)
-
-
-def require_space(folder: Path, num_parameters: int) -> None:
-    """Refuse to start where not even one checkpoint fits.
-
-    Raises:
-        ConfigError: names the folder, what a checkpoint takes and what is free.
-    """
-    files.require_space(folder, num_parameters * BYTES_PER_PARAMETER)
 
 
 def read_progress(path: Path) -> dict[str, Any]:

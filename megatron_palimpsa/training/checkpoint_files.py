@@ -15,8 +15,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megatron_palimpsa.config import ConfigError
-
 STATE, MANIFEST, COMPLETE, LATEST = "state.json", "manifest.json", "COMPLETE", "latest"
 
 log = logging.getLogger(__name__)
@@ -125,17 +123,3 @@ def _fault(path: Path) -> str | None:
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     return None
-
-
-def require_space(folder: Path, needed: int) -> None:
-    """Refuse to start where not even one checkpoint of `needed` bytes fits.
-
-    Raises:
-        ConfigError: names the folder, what a checkpoint takes and what is free.
-    """
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed:
-        raise ConfigError(
-            f"output_dir: a checkpoint takes {needed / 1e9:.2f} GB; the disk of {folder} has {free / 1e9:.2f} GB free"
-        )
