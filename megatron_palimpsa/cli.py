@@ -15,7 +15,7 @@ from pathlib import Path
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit code is that of `training.exit_codes.ExitCode`."""
-    options = _parser().parse_args(arguments)
+    options = _parse(arguments)
     _start_logging()
     from palimpsa_data import DataError
 
@@ -30,6 +30,18 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("megatron-palimpsa: interrupted; the last checkpoint stays", file=sys.stderr)
         return ExitCode.INTERRUPTED
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    # argparse takes no more positional arguments after an option: CONFIG --dry-run KEY=VALUE.
+    overrides = getattr(options, "overrides", None)
+    if rest and (overrides is None or any(item.startswith("-") for item in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if overrides is not None:
+        overrides += rest
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
+import socket
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +90,94 @@ def run(*arguments: str | Path, ranks: int = 1) -> subprocess.CompletedProcess[s
     with start(*arguments, ranks=ranks) as process:
         out, err = process.communicate(timeout=300)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def train_in_new_process(*arguments: str | Path, **events: Any) -> int:
+    """`megatron-palimpsa train ARGUMENTS` in a new process that need not import everything again; -> its exit code.
+
+    A process that a signal ended gives minus the signal's number. `events`: see `Events`.
+    """
+    (code,) = train_on_ranks(*arguments, ranks=[Events(**events)])
+    return code
+
+
+@dataclass(frozen=True)
+class Events:
+    """What befalls one training process; steps count from 1 over the stage."""
+
+    signals: dict[int, int] = field(default_factory=dict)
+    """Step -> signal the process sends itself when the optimizer has taken it, before anything of it is written."""
+    poison: tuple[int, ...] = ()
+    """Steps whose gradients become NaN."""
+    output: Path | None = None
+    """File that gets what the process prints."""
+
+
+def train_on_ranks(*arguments: str | Path, ranks: list[Events]) -> list[int]:
+    """As `train_in_new_process`, on as many ranks as there are events; -> their exit codes."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["megatron_palimpsa.training.loop"])
+    port = _free_port()
+    environments = [
+        {"RANK": str(rank), "WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for rank in range(len(ranks))
+    ]
+    processes = [
+        context.Process(target=_train, args=([str(item) for item in arguments], environment, events))
+        for environment, events in zip(environments, ranks, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=300)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert None not in codes, "a rank still ran after 300 s"
+    return codes
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _train(arguments: list[str], environment: dict[str, str], events: Events) -> None:
+    import torch
+
+    from megatron_palimpsa.cli import main
+    from megatron_palimpsa.training import loop
+
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    if events.output is not None:
+        with events.output.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+
+    class Engine(loop.MegatronEngine):
+        def train_step(self, batches, accept):
+            step = self.scheduler_state()["steps"] + 1
+            handle = None
+            if step in events.poison:
+                handle = next(self.model[0].parameters()).register_hook(lambda gradient: gradient * float("nan"))
+            result = super().train_step(batches, accept)
+            if handle is not None:
+                handle.remove()
+            if step in events.signals:
+                os.kill(os.getpid(), events.signals[step])
+            return result
+
+    loop.MegatronEngine = Engine
+    sys.exit(main(["train", *arguments]))
+
+
+def read_checkpoint(path: Path, scratch: Path) -> dict[str, Any]:
+    """Every tensor of a checkpoint by name, read with torch's own tools."""
+    import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(path, scratch / "tensors.pt")
+    content = torch.load(scratch / "tensors.pt", weights_only=True)
+    return {name: value for name, value in content.items() if isinstance(value, torch.Tensor)}

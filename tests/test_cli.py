@@ -1,0 +1,180 @@
+"""The command line: quick answers, exit codes, and one clear message for each wrong input before anything starts."""
+
+import resource
+import shutil
+import subprocess
+import sys
+
+import pytest
+from helpers.runs import run, write_stage
+
+from megatron_palimpsa import cli
+from megatron_palimpsa.training.run_folder import RunFolder
+
+
+@pytest.fixture
+def stage(tmp_path, tiny_data):
+    return write_stage(tmp_path, tiny_data)
+
+
+def refusal(capsys, *arguments) -> str:
+    assert cli.main([str(argument) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (message,) = captured.err.splitlines()
+    assert message.startswith("megatron-palimpsa: error: ")
+    return message
+
+
+_HELP = """
+import sys
+from megatron_palimpsa.cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    heavy = {"torch", "megatron", "matplotlib", "wandb"} & set(sys.modules)
+    assert not heavy, heavy
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
+def test_help_answers_in_under_a_second_without_torch(arguments):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    answer = subprocess.run([sys.executable, "-c", _HELP, *arguments], capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert answer.returncode == 0, answer.stderr
+    assert "usage: megatron-palimpsa" in answer.stdout
+    # Processor time: the machine may be busy with other tests.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+
+
+def test_complete_stage_answers_without_torch(stage, tmp_path):
+    folder = RunFolder(tmp_path / "runs" / "stage")
+    folder.path.mkdir(parents=True)
+    folder.write_marker({"steps": 8, "tokens": 512, "seconds": 3.0})
+    answer = subprocess.run(
+        [sys.executable, "-c", _HELP.replace("main(sys.argv[1:])", "sys.exit(main(sys.argv[1:]))"), "train", stage],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert "Stage stage is complete already: 8 steps, 512 tokens, 0:00:03" in answer.stdout
+
+
+def test_what_argparse_refuses_exits_2_too():
+    for arguments in ([], ["fly"], ["train", "stage.yaml", "--fast"], ["report", "runs", "more"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        assert caught.value.code == 2
+
+
+def test_module_is_the_command():
+    answer = run("--help")
+    assert answer.returncode == 0
+    for command in ("demo", "prep", "train", "generate", "report"):
+        assert command in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.tokenz=5", ["unknown key 'train.tokenz'", "known keys are tokens"]),
+        ("model.hidden_size=wide", ["model.hidden_size='wide'", "integer"]),
+        ("model.pattern=MXP", ["model.pattern='MXP'", "unknown letter 'X'", "allowed are P (Palimpsa-M)"]),
+        ("parallel.tp=3", ["parallel.tp=3 does not divide the number of heads", "which is 4"]),
+        ("data.train_blend=absent.yaml", ["data.train_blend=absent.yaml", "prepare the data first"]),
+        ("data.tokenizer=absent.model", ["data.tokenizer=absent.model"]),
+        ("model.vocab_size=100", ["vocabulary of 320 ids", "model.vocab_size is 100"]),
+        ("init_from.stage=nowhere", ["init_from.stage='nowhere'", "no stage folder"]),
+        ("train.global_batch_tokens=100", ["train.global_batch_tokens=100 is not a multiple of 32"]),
+    ],
+)
+def test_wrong_input_is_one_message_and_exit_code_2(capsys, stage, tmp_path, override, expected):
+    for arguments in (["train", stage, override], ["train", stage, override, "--dry-run"]):
+        message = refusal(capsys, *arguments)
+        for part in expected:
+            assert part in message
+    assert not (tmp_path / "runs").exists()
+
+
+def test_missing_shard_file_is_named(capsys, tmp_path, tiny_data):
+    data = tmp_path / "data"
+    shutil.copytree(tiny_data, data)
+    (shard,) = (data / "train").glob("*.bin")
+    shard.unlink()
+    assert shard.name in refusal(capsys, "train", write_stage(tmp_path, data))
+
+
+def test_missing_file_circle_and_double_key(capsys, stage, tmp_path):
+    assert "cannot read the configuration" in refusal(capsys, "train", tmp_path / "absent.yaml")
+    (tmp_path / "a.yaml").write_text("base: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
+    assert "base files form a circle" in refusal(capsys, "train", tmp_path / "a.yaml")
+    stage.write_text(stage.read_text() + "name: again\n")
+    assert "key 'name' is given twice" in refusal(capsys, "train", stage)
+
+
+def test_no_disk_space(capsys, stage, monkeypatch, tmp_path):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 10**5, 10**5))
+    message = refusal(capsys, "train", stage)
+    assert "no disk space for checkpoints" in message
+    assert "0.0001 GB are free" in message
+    assert not (tmp_path / "runs").exists()
+
+
+def complete_stage(config_file, tmp_path):
+    """Make it look as if the stage had been trained."""
+    from megatron_palimpsa.config import load_stage
+
+    config = load_stage(config_file)
+    folder = RunFolder(config.folder)
+    (folder.checkpoints / "step-8").mkdir(parents=True)
+    folder.write_config(config)
+    folder.write_marker({"steps": 8, "tokens": 512, "seconds": 3.0, "checkpoint": "checkpoints/step-8"})
+
+
+def test_checkpoint_of_another_model(capsys, stage, tmp_path, tiny_data):
+    complete_stage(stage, tmp_path)
+    after = write_stage(tmp_path, tiny_data, "after", init_from={"stage": "stage"})
+    message = refusal(capsys, "train", after, "model.hidden_size=32")
+    assert "is of another model: model.hidden_size=32 (there 16)" in message
+    assert "model.hidden_size=32 (there 16)" in refusal(capsys, "train", stage, "model.hidden_size=32")
+
+
+def test_stage_before_not_complete(capsys, stage, tmp_path, tiny_data):
+    complete_stage(stage, tmp_path)
+    RunFolder(tmp_path / "runs" / "stage").marker.unlink()
+    after = write_stage(tmp_path, tiny_data, "after", init_from={"stage": "stage"})
+    assert "that stage is not complete" in refusal(capsys, "train", after)
+
+
+def test_dry_run_prints_the_plan_and_starts_nothing(capsys, stage, tmp_path):
+    assert cli.main(["train", str(stage), "--dry-run", "train.tokens=1K"]) == 0
+    plan = capsys.readouterr().out
+    for part in (
+        "random weights",
+        "11,904 parameters",
+        "1,000 in 16 steps of 64",
+        "lr 0.01, 2 warm-up steps, cosine to 0.001",
+        "train: 100.0 % of the sequences",
+        "memory a rank  about",
+        "checkpoints    every 4 steps, 2 kept",
+    ):
+        assert part in plan
+    assert not (tmp_path / "runs").exists()
+
+
+def test_interrupt_is_130_without_a_traceback(capsys, stage, monkeypatch):
+    from megatron_palimpsa.training import run as run_module
+
+    def interrupted(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_module, "train", interrupted)
+    assert cli.main(["train", str(stage)]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_generate_needs_a_stage(capsys, tmp_path):
+    assert "cannot read the configuration" in refusal(capsys, "generate", tmp_path, "text")

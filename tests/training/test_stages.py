@@ -1,0 +1,96 @@
+"""Which checkpoint a stage starts from, and what is refused; no training."""
+
+import json
+
+import pytest
+from helpers.stages import tiny_stage
+
+from megatron_palimpsa.config import ConfigError
+from megatron_palimpsa.training.run_folder import RunFolder
+from megatron_palimpsa.training.stages import find_source
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Output folder with a complete stage `before`."""
+    folder = RunFolder(tmp_path / "before")
+    (folder.checkpoints / "step-4").mkdir(parents=True)
+    folder.write_config(tiny_stage(name="before", output_dir=str(tmp_path)))
+    folder.write_marker({"checkpoint": "checkpoints/step-4"})
+    return tmp_path
+
+
+def stage(runs, load="weights", init="before", **changes):
+    return tiny_stage(name="after", output_dir=str(runs), init_from={"stage": init, "load": load}, **changes)
+
+
+def refusal(config):
+    with pytest.raises(ConfigError) as caught:
+        find_source(config)
+    return str(caught.value)
+
+
+def test_without_init_from_there_is_none(tmp_path):
+    assert find_source(tiny_stage()) is None
+
+
+def test_by_the_name_of_a_sibling_and_by_path(runs, monkeypatch):
+    by_name = find_source(stage(runs))
+    assert by_name.checkpoint == runs / "before" / "checkpoints" / "step-4"
+    assert by_name.load == "weights"
+    assert find_source(stage(runs / "elsewhere", init=str(runs / "before"))) == by_name
+    monkeypatch.chdir(runs.parent)
+    relative = find_source(stage(runs / "elsewhere", init=f"{runs.name}/before", load="weights+optimizer"))
+    assert relative.checkpoint.resolve() == by_name.checkpoint.resolve()
+    assert relative.load == "weights+optimizer"
+
+
+def test_the_sequence_length_and_what_initialises_may_change(runs):
+    assert find_source(stage(runs, model={"seq_length": 64, "init_std": 0.5, "dt_min": 0.01}))
+
+
+def test_unknown_stage(runs):
+    assert "there is no stage folder" in refusal(stage(runs, init="nowhere"))
+
+
+def test_stage_that_is_not_complete(runs):
+    (runs / "before" / "STAGE_COMPLETE").unlink()
+    message = refusal(stage(runs))
+    assert "init_from.stage='before': that stage is not complete" in message
+    assert "STAGE_COMPLETE is missing" in message
+
+
+def test_missing_checkpoint(runs):
+    (runs / "before" / "checkpoints" / "step-4").rmdir()
+    assert "its last checkpoint" in refusal(stage(runs))
+
+
+def test_itself(runs):
+    assert "is the stage itself" in refusal(stage(runs, init="after"))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"pattern": "MPP-P"}, "model.pattern='MPP-P' (there 'MP*-P')"),
+        ({"hidden_size": 64}, "model.hidden_size=64 (there 32)"),
+        ({"norm_eps": 1e-6}, "model.norm_eps=1e-06 (there 1e-05)"),
+        ({"tie_embeddings": False}, "model.tie_embeddings=False (there True)"),
+    ],
+)
+def test_another_model_is_refused_by_its_differing_keys(runs, change, named):
+    message = refusal(stage(runs, model=change))
+    assert "is of another model" in message
+    assert named in message
+    assert message.count("(there") == 1
+
+
+def test_moments_need_the_same_trained_parameters(runs):
+    assert find_source(stage(runs, model={"train_prior": True}))
+    message = refusal(stage(runs, load="weights+optimizer", model={"train_prior": True}))
+    assert "model.train_prior=True (there False)" in message
+
+
+def test_damaged_marker(runs):
+    (runs / "before" / "STAGE_COMPLETE").write_text(json.dumps({"checkpoint": "x"})[:-3])
+    assert "not readable as the marker" in refusal(stage(runs))
