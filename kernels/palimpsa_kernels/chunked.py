@@ -47,11 +47,9 @@ class _Segment:
     prior: Tensor
 
     @classmethod
-    def of(
-        cls, part: range, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_alpha: Tensor, prior: Tensor
-    ) -> "_Segment":
-        """Cut the chunks of `part` out of chunked inputs [n, L, G or H, ...]."""
-        q, k, v, beta, log_alpha = (x[part.start : part.stop] for x in (q, k, v, beta, log_alpha))
+    def of(cls, part: range, inputs: list[Tensor], prior: Tensor) -> "_Segment":
+        """Cut the chunks of `part` out of the chunked q, k, v, beta, log_alpha [n, L, G or H, ...]."""
+        q, k, v, beta, log_alpha = (x[part.start : part.stop] for x in inputs)
         q_mHLK, k_mHLK = (x.repeat_interleave(v.shape[2] // x.shape[2], 2).transpose(1, 2) for x in (q, k))
         return cls(
             values=torch.stack([v, beta]).transpose(2, 3),
@@ -108,7 +106,7 @@ def _to_lanes(states: Tensor) -> Tensor:
 
 def _from_lanes(states: Tensor, chunks: int) -> Tensor:
     """[2, K, V, N] to [m, 2, H, V, K]."""
-    return states.unflatten(-1, (chunks, -1)).permute(3, 0, 4, 2, 1)
+    return states.unflatten(-1, (chunks, -1)).permute(3, 0, 4, 2, 1).contiguous()
 
 
 def _walk(lanes: _Lanes, before: Tensor) -> Tensor:
@@ -237,11 +235,11 @@ class _ChunkPalimpsa(torch.autograd.Function):
         inputs = [chunks.split(x) for x in (q, k, v, beta, log_alpha)]
         y = torch.empty_like(inputs[2])
         final = initial.clone()
-        state = torch.zeros_like(initial[:1])
+        state = torch.zeros_like(initial[0])
         carried = []
         for part in _segments(chunks, initial[0, 0].numel()):
             carried.append(state)
-            segment = _Segment.of(part, *inputs, prior)
+            segment = _Segment.of(part, inputs, prior)
             whole, to_end = segment.decays()
             before, state = chunks.pass_states(segment.added_states(to_end), whole, initial, final, part, state)
             y_LVN = _walk(_Lanes(segment), _to_lanes(before))
@@ -260,10 +258,10 @@ class _ChunkPalimpsa(torch.autograd.Function):
         dinputs = [torch.empty_like(x) for x in inputs]
         dprior = torch.zeros_like(prior)
         dinitial = dfinal.clone()
-        adjoint = torch.zeros_like(dfinal[:1])
+        adjoint = torch.zeros_like(dfinal[0])
         parts = _segments(chunks, initial[0, 0].numel())
         for part, state in reversed(list(zip(parts, carried, strict=True))):
-            segment = _Segment.of(part, *inputs, prior)
+            segment = _Segment.of(part, inputs, prior)
             whole, to_end = segment.decays()
             before, _ = chunks.pass_states(segment.added_states(to_end), whole, initial, None, part, state)
             dy_LVN = dy[part.start : part.stop].permute(1, 3, 0, 2).flatten(2).contiguous()

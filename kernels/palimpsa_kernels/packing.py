@@ -84,10 +84,10 @@ class Chunks:
             initial: state before each document's first chunk [N, ...].
             final: the states behind documents that end here are written to it [N, ...], unless it is None.
             part: which m chunks, all of them if not given.
-            state: the state before the first of them [1, ...]; not read if a document starts there.
+            state: the state before the first of them [...]; not read if a document starts there.
 
         Returns:
-            The state before each chunk [m, ...], and the one behind the last [1, ...].
+            The state before each chunk [m, ...], and the one behind the last [...].
         """
         return self._pass(added, decay, initial, final, part, state, step=1)
 
@@ -115,15 +115,14 @@ class Chunks:
     ) -> tuple[Tensor, Tensor]:
         part = range(len(self)) if part is None else part
         enters, leaves = (self.first, self.last) if step == 1 else (self.last, self.first)
-        state = torch.zeros_like(start[:1]) if state is None else state
+        state = torch.zeros_like(start[0]) if state is None else state
         incoming = torch.empty_like(added)
-        rows = zip(part, incoming.split(1), added.split(1), decay.split(1), strict=True)
-        for i, incoming_i, added_i, decay_i in list(rows)[::step]:
-            document = slice(self.document[i], self.document[i] + 1)
+        rows = list(zip(part, incoming.unbind(), added.unbind(), decay.unbind(), strict=True))
+        for i, incoming_i, added_i, decay_i in rows[::step]:
             if enters[i]:
-                state = start[document]
+                state = start[self.document[i]]
             incoming_i.copy_(state)
             state = torch.addcmul(added_i, decay_i, state)
             if leaves[i] and end is not None:
-                end[document] = state
+                end[self.document[i]] = state
         return incoming, state
