@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from megatron.core import parallel_state
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
 from torch import Tensor
 
 from helpers.stages import random_batch
 from megatron_palimpsa import parallel
-from megatron_palimpsa.config import StageConfig
+from megatron_palimpsa.config import ParallelConfig, StageConfig
 from megatron_palimpsa.engine.base import StepResult
 from megatron_palimpsa.engine.megatron import MegatronEngine
 from megatron_palimpsa.model.naming import global_parameters
@@ -100,26 +103,86 @@ def train(config: StageConfig, steps: int) -> Run:
         return Run(results, gradients, shares(engine, gradients=False), rates, evaluation, loss)
 
 
-def train_and_save(config: StageConfig, steps: int, more: int, folder: Path) -> list[StepResult]:
-    """`steps` steps, a checkpoint, `more` steps: the results of the latter."""
+@dataclass(frozen=True)
+class Resumed:
+    """Steps that followed a checkpoint on one rank, and the weights and moments after them."""
+
+    steps: list[StepResult]
+    learning_rates: list[float]
+    state: dict[str, Tensor]
+
+
+def _go_on(engine: MegatronEngine, batches: Iterator[Batch], steps: int) -> Resumed:
+    results, rates = [], []
+    for _ in range(steps):
+        results.append(engine.train_step(batches, always))
+        rates.append(engine.learning_rate)
+    state = {shard.key: shard.data.detach().clone() for shard in engine.weight_shards().values()}
+    for moment in engine.moment_shards().values():
+        state |= {shard.key: shard.data.detach().clone() for shard in moment.values()}
+    return Resumed(results, rates, state)
+
+
+def train_and_save(config: StageConfig, steps: int, more: int, folder: Path) -> Resumed:
+    """`steps` steps, a checkpoint, `more` steps."""
     with layout(config):
         engine = MegatronEngine(config)
         batches = share_of_batches(config, 0)
         for _ in range(steps):
             engine.train_step(batches, always)
         checkpoint.save(folder, steps, engine, {"step": steps}, keep=2)
-        return [engine.train_step(batches, always) for _ in range(more)]
+        return _go_on(engine, batches, more)
 
 
-def load_and_train(config: StageConfig, steps: int, more: int, folder: Path) -> list[StepResult]:
-    """What `train_and_save` went on to compute, from its checkpoint."""
+def load_and_train(config: StageConfig, steps: int, more: int, folder: Path, save_again: bool) -> Resumed:
+    """What `train_and_save` went on to compute, from its checkpoint.
+
+    With `save_again` the state as loaded is saved to `loaded-<steps>`, and the state afterwards as the next step.
+    """
     with layout(config):
         engine = MegatronEngine(config)
         path = checkpoint.latest(folder)
         assert path is not None
         assert checkpoint.load(path, engine) == {"step": steps}
-        batches = share_of_batches(config, steps)
-        return [engine.train_step(batches, always) for _ in range(more)]
+        if save_again:
+            again = checkpoint.save(folder / "again", steps, engine, {"step": steps}, keep=2)
+            if dist.get_rank() == 0:
+                again.rename(folder / f"loaded-{steps}")
+        resumed = _go_on(engine, share_of_batches(config, steps), more)
+        if save_again:
+            checkpoint.save(folder, steps + more, engine, {"step": steps + more}, keep=2)
+        return resumed
+
+
+def whole_tensors(path: Path) -> dict[str, Tensor]:
+    """Weights and moments of a checkpoint as one process reads them, unsplit."""
+    parallel.initialize(ParallelConfig(), seed=0)
+    try:
+        tensors = dist_checkpointing.load_plain_tensors(str(path))
+    finally:
+        parallel.destroy()
+    return {name: value for name, value in tensors.items() if not name.startswith("rng.")}
+
+
+def save_with_a_full_disk_on_one_rank(config: StageConfig, folder: Path) -> str:
+    """The message that this rank gets; the second of two ranks cannot write."""
+    with layout(config):
+        engine = MegatronEngine(config)
+        checkpoint.save(folder, 1, engine, {}, keep=2)
+
+        def no_space(descriptor: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        working = os.fsync
+        if dist.get_rank() == 1:
+            os.fsync = no_space
+        try:
+            checkpoint.save(folder, 2, engine, {}, keep=2)
+        except checkpoint.CheckpointError as error:
+            return str(error)
+        finally:
+            os.fsync = working
+    return "saved"
 
 
 def unsplit(runs: list[dict[str, Share]], tp: int) -> dict[str, Tensor]:
