@@ -27,7 +27,9 @@ from megatron_palimpsa.training.validation import validate
 logger = logging.getLogger(__name__)
 
 
-def train_stage(config: StageConfig, folder: RunFolder, source: Source | None, data: StageData) -> ExitCode:
+def train_stage(
+    config: StageConfig, folder: RunFolder, source: Source | None, data: StageData, stop: StopControl
+) -> ExitCode:
     """Train a checked stage to its end, or until it is told to stop.
 
     Args:
@@ -35,18 +37,16 @@ def train_stage(config: StageConfig, folder: RunFolder, source: Source | None, d
         source: where the first weights come from if there is no checkpoint yet; None draws them from the seed.
 
     Raises:
-        ConfigError: the checkpoint belongs to another model or other data.
+        ConfigError: the checkpoint belongs to another model or other data, or is damaged.
     """
-    stop = StopControl(config.train, ranks.largest)
-    with stop.listening():
-        parallel.initialize(config.parallel, config.seed)
-        try:
-            return _Run(config, folder, source, data, stop).train()
-        except checkpoint.CheckpointError as error:
-            logger.error("%s", error)
-            return ExitCode.SAVE_FAILED
-        finally:
-            parallel.destroy()
+    parallel.initialize(config.parallel, config.seed)
+    try:
+        return _Run(config, folder, source, data, stop).train()
+    except checkpoint.CheckpointError as error:
+        logger.error("%s", error)
+        return ExitCode.SAVE_FAILED
+    finally:
+        parallel.destroy()
 
 
 class _Run:
@@ -78,7 +78,7 @@ class _Run:
         if progress.first_valid_loss is None:
             self._evaluate()
         while progress.step < config.total_steps:
-            if reason := self.stop.reason(progress.step, progress.tokens):
+            if reason := self.stop.reason(progress.step, progress.tokens, ranks.largest):
                 return self._save_and_stop(str(reason))
             start = time.monotonic()
             result = self.engine.train_step(batches, self.guard.accept)

@@ -13,6 +13,7 @@ from megatron_palimpsa.training.console import clock
 from megatron_palimpsa.training.exit_codes import ExitCode
 from megatron_palimpsa.training.run_folder import RunFolder
 from megatron_palimpsa.training.stages import Source, find_source
+from megatron_palimpsa.training.stop import StopControl
 from megatron_palimpsa.training.wandb_log import check_installed
 
 if TYPE_CHECKING:
@@ -40,14 +41,16 @@ def train(config: StageConfig) -> ExitCode:
             folder.marker,
         )
         return ExitCode.COMPLETE
+    stop = StopControl(config.train)
     source, data = _check_inputs(config, folder)
     is_main = os.environ.get("RANK", "0") == "0"
-    with folder.locked() if is_main else contextlib.nullcontext():
+    # Listening begins before the slow start: a signal during it is obeyed before the first step.
+    with stop.listening(), folder.locked() if is_main else contextlib.nullcontext():
         if is_main:
             folder.write_config(config)
         from megatron_palimpsa.training.loop import train_stage
 
-        return train_stage(config, folder, source, data)
+        return train_stage(config, folder, source, data, stop)
 
 
 def dry_run(config: StageConfig) -> str:

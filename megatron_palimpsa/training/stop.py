@@ -40,10 +40,8 @@ class StopControl:
     in a collective: the reasons are compared over all ranks.
     """
 
-    def __init__(self, train: TrainConfig, agree: Callable[[int], int], clock: Callable[[], float] = time.monotonic):
-        """`agree` gives the largest of the ranks' numbers to all of them."""
+    def __init__(self, train: TrainConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._train = train
-        self._agree = agree
         self._clock = clock
         self._start = clock()
         self._signalled = False
@@ -61,9 +59,12 @@ class StopControl:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True
 
-    def reason(self, step: int, tokens: int) -> StopReason:
-        """Why to stop now that `step` steps and `tokens` tokens are done; a collective call."""
-        return StopReason(self._agree(self._own_reason(step, tokens)))
+    def reason(self, step: int, tokens: int, agree: Callable[[int], int]) -> StopReason:
+        """Why to stop now that `step` steps and `tokens` tokens are done; NONE to go on.
+
+        `agree` gives the largest of the ranks' numbers to all of them: a collective call.
+        """
+        return StopReason(agree(self._own_reason(step, tokens)))
 
     def _own_reason(self, step: int, tokens: int) -> StopReason:
         train = self._train

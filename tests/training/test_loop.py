@@ -8,6 +8,8 @@ import pytest
 import torch
 from helpers.runs import Events, read_checkpoint, train_in_new_process, train_on_ranks, write_stage
 
+from megatron_palimpsa import cli
+from megatron_palimpsa.training import checkpoint
 from megatron_palimpsa.training.exit_codes import ExitCode
 from megatron_palimpsa.training.metrics import read_records
 from megatron_palimpsa.training.run_folder import RunFolder
@@ -219,3 +221,12 @@ def test_second_process_is_refused(tmp_path, tiny_data):
     with RunFolder(tmp_path / "runs" / "stage").locked():
         assert train_in_new_process(path, output=tmp_path / "output") == ExitCode.WRONG_INPUT
     assert "another process trains into this folder" in (tmp_path / "output").read_text()
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_with_a_clear_error(tmp_path, tiny_data, monkeypatch, capsys):
+    def full(*arguments):
+        raise checkpoint.CheckpointError("step-4: could not be saved (no space left on the disk)")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    assert cli.main(["train", str(write_stage(tmp_path, tiny_data))]) == ExitCode.SAVE_FAILED
+    assert capsys.readouterr().err.endswith("ERROR: step-4: could not be saved (no space left on the disk)\n")

@@ -9,28 +9,32 @@ from helpers.stages import tiny_stage
 from megatron_palimpsa.training.stop import StopControl, StopReason
 
 
-def control(agree=lambda own: own, clock=lambda: 0.0, **train):
-    return StopControl(tiny_stage(train=train).train, agree, clock)
+def control(clock=lambda: 0.0, **train):
+    return StopControl(tiny_stage(train=train).train, clock)
+
+
+def alone(own):
+    return own
 
 
 def test_nothing_set_never_stops():
-    assert control().reason(10**6, 10**12) is StopReason.NONE
+    assert control().reason(10**6, 10**12, alone) is StopReason.NONE
 
 
 def test_step_and_tokens():
-    assert control(stop_at_step=3).reason(2, 128) is StopReason.NONE
-    assert control(stop_at_step=3).reason(3, 192) is StopReason.STEP
-    assert control(stop_at_tokens=200).reason(3, 192) is StopReason.NONE
-    assert control(stop_at_tokens=200).reason(4, 256) is StopReason.TOKENS
+    assert control(stop_at_step=3).reason(2, 128, alone) is StopReason.NONE
+    assert control(stop_at_step=3).reason(3, 192, alone) is StopReason.STEP
+    assert control(stop_at_tokens=200).reason(3, 192, alone) is StopReason.NONE
+    assert control(stop_at_tokens=200).reason(4, 256, alone) is StopReason.TOKENS
 
 
 def test_minutes_count_from_the_start():
     now = [1000.0]
     stop = control(clock=lambda: now[0], stop_after_minutes=1.5)
     now[0] = 1089.0
-    assert stop.reason(1, 1) is StopReason.NONE
+    assert stop.reason(1, 1, alone) is StopReason.NONE
     now[0] = 1090.0
-    assert stop.reason(1, 1) is StopReason.MINUTES
+    assert stop.reason(1, 1, alone) is StopReason.MINUTES
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
@@ -39,7 +43,7 @@ def test_signals_are_noted_only_while_listening(number):
     stop = control()
     with stop.listening():
         os.kill(os.getpid(), number)
-        assert stop.reason(1, 1) is StopReason.SIGNAL
+        assert stop.reason(1, 1, alone) is StopReason.SIGNAL
     assert signal.getsignal(number) is before
 
 
@@ -50,7 +54,7 @@ def test_the_ranks_largest_reason_wins():
         asked.append(own)
         return StopReason.SIGNAL
 
-    assert control(agree, stop_at_step=1).reason(1, 1) is StopReason.SIGNAL
+    assert control(stop_at_step=1).reason(1, 1, agree) is StopReason.SIGNAL
     assert asked == [StopReason.STEP]
 
 
