@@ -1,0 +1,50 @@
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron_palimpsa import parallel
+from megatron_palimpsa.config import ConfigError, ParallelConfig
+
+
+@pytest.fixture(autouse=True)
+def leave_afterwards():
+    yield
+    parallel.destroy()
+
+
+def test_one_process_needs_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert parallel.world_size_from_environment() == 1
+    for _ in range(2):
+        parallel.initialize(ParallelConfig(), seed=1)
+        assert dist.get_world_size() == 1
+        assert parallel_state.get_tensor_model_parallel_world_size() == 1
+        parallel.destroy()
+        assert not dist.is_initialized()
+        assert not parallel_state.model_parallel_is_initialized()
+
+
+def test_layout_larger_than_the_ranks_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"parallel.tp=2 \* parallel.pp=1 does not divide the 1 ranks"):
+        parallel.initialize(ParallelConfig(tp=2), seed=1)
+    assert not dist.is_initialized()
+
+
+def test_seed_sets_every_random_state() -> None:
+    draws = []
+    for seed in (1, 1, 2):
+        parallel.initialize(ParallelConfig(), seed=seed)
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            inside = torch.rand(3)
+        draws.append((inside, torch.rand(3)))
+        parallel.destroy()
+    for first, again, other in zip(*draws, strict=True):
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
+
+
+def test_world_size_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert parallel.world_size_from_environment() == 8
