@@ -1,5 +1,6 @@
 """The command line: quick answers, exit codes, and one clear message for each wrong input before anything starts."""
 
+import json
 import resource
 import shutil
 import subprocess
@@ -9,6 +10,9 @@ import pytest
 from helpers.runs import run, write_stage
 
 from megatron_palimpsa import cli
+from megatron_palimpsa.config import load_stage
+from megatron_palimpsa.training.checkpoint_files import STATE
+from megatron_palimpsa.training.checkpoint_state import FORMAT_VERSION, fingerprint
 from megatron_palimpsa.training.run_folder import RunFolder
 
 
@@ -123,27 +127,27 @@ def test_no_disk_space(capsys, stage, monkeypatch, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def complete_stage(config_file, tmp_path):
+def complete_stage(config_file):
     """Make it look as if the stage had been trained."""
-    from megatron_palimpsa.config import load_stage
-
     config = load_stage(config_file)
     folder = RunFolder(config.folder)
     (folder.checkpoints / "step-8").mkdir(parents=True)
+    state = {"format_version": FORMAT_VERSION, "model": fingerprint(config.model)}
+    (folder.checkpoints / "step-8" / STATE).write_text(json.dumps(state))
     folder.write_config(config)
     folder.write_marker({"steps": 8, "tokens": 512, "seconds": 3.0, "checkpoint": "checkpoints/step-8"})
 
 
 def test_checkpoint_of_another_model(capsys, stage, tmp_path, tiny_data):
-    complete_stage(stage, tmp_path)
+    complete_stage(stage)
     after = write_stage(tmp_path, tiny_data, "after", init_from={"stage": "stage"})
     message = refusal(capsys, "train", after, "model.hidden_size=32")
-    assert "is of another model: model.hidden_size=32 (there 16)" in message
+    assert "step-8: a checkpoint of another model: model.hidden_size is 16 in the checkpoint and 32 here" in message
     assert "model.hidden_size=32 (there 16)" in refusal(capsys, "train", stage, "model.hidden_size=32")
 
 
 def test_stage_before_not_complete(capsys, stage, tmp_path, tiny_data):
-    complete_stage(stage, tmp_path)
+    complete_stage(stage)
     RunFolder(tmp_path / "runs" / "stage").marker.unlink()
     after = write_stage(tmp_path, tiny_data, "after", init_from={"stage": "stage"})
     assert "that stage is not complete" in refusal(capsys, "train", after)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import pickle
 import re
 from collections.abc import Callable
@@ -33,11 +32,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed import checkpoint as torch_checkpoint
 
-from megatron_palimpsa.config import ConfigError, ModelConfig
 from megatron_palimpsa.engine.base import Engine
 from megatron_palimpsa.training import checkpoint_files as files
-
-FORMAT_VERSION = 1
+from megatron_palimpsa.training.checkpoint_state import FORMAT_VERSION, fingerprint, read_state, require_same_model
 
 
 class CheckpointError(RuntimeError):
@@ -133,7 +130,7 @@ def latest(folder: Path) -> Path | None:
 
 def read_progress(path: Path) -> dict[str, Any]:
     """The `progress` that was saved, without loading anything."""
-    return _read_state(path)["progress"]
+    return read_state(path)["progress"]
 
 
 def load(
@@ -151,8 +148,8 @@ def load(
     Raises:
         ConfigError: the checkpoint is of another model (the differing settings are named) or of a newer format.
     """
-    state = _read_state(path)
-    _require_same_model(path, state["model"], fingerprint(engine.config.model))
+    state = read_state(path)
+    require_same_model(path, engine.config.model)
     _require_plain_metadata(path / ".metadata")
     engine.load_weights(_load({"weights": engine.weight_shards(for_loading=True)}, path)["weights"])
     if what != "weights":
@@ -167,48 +164,6 @@ def load(
 
 def _load(shards: dict[str, Any], path: Path) -> dict[str, Any]:
     return dist_checkpointing.load(shards, str(path))
-
-
-def _read_state(path: Path) -> dict[str, Any]:
-    state = json.loads((path / files.STATE).read_text())
-    if state["format_version"] != FORMAT_VERSION:
-        raise ConfigError(
-            f"{path}: checkpoint format {state['format_version']}, this version reads format {FORMAT_VERSION}"
-        )
-    return state
-
-
-def fingerprint(model: ModelConfig) -> dict[str, Any]:
-    """The settings that two models must share for one to load the other's weights and compute the same function."""
-    settings: dict[str, Any] = {
-        "pattern": model.layers,
-        "hidden_size": model.hidden_size,
-        "padded_vocab_size": model.padded_vocab_size,
-        "tie_embeddings": model.tie_embeddings,
-        "norm_eps": model.norm_eps,
-    }
-    if set(model.layers) & {"P", "M"}:
-        names = ("d_state", "headdim", "expand", "ngroups", "d_conv")
-        settings |= {name: getattr(model, name) for name in names}
-        settings["norm_groups"] = model.norm_groups or model.ngroups
-    if "P" in model.layers:
-        settings["beta_rank"] = model.beta_rank
-    if "*" in model.layers:
-        settings["num_attention_heads"] = model.num_attention_heads
-        settings["num_query_groups"] = model.num_query_groups or model.num_attention_heads
-    if "-" in model.layers:
-        settings["ffn_hidden_size"] = model.ffn_hidden_size
-    return settings
-
-
-def _require_same_model(path: Path, saved: dict[str, Any], wanted: dict[str, Any]) -> None:
-    differing = [
-        f"model.{name} is {saved.get(name)!r} in the checkpoint and {wanted.get(name)!r} here"
-        for name in sorted(saved.keys() | wanted.keys())
-        if saved.get(name) != wanted.get(name)
-    ]
-    if differing:
-        raise ConfigError(f"{path}: a checkpoint of another model: {'; '.join(differing)}")
 
 
 class _PlainUnpickler(pickle.Unpickler):

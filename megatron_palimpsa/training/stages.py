@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from megatron_palimpsa.config import ConfigError, ModelConfig, StageConfig, load_stage
+from megatron_palimpsa.config import ConfigError, StageConfig, load_stage
+from megatron_palimpsa.training.checkpoint_state import require_same_model
 from megatron_palimpsa.training.run_folder import RunFolder
-
-# What a stage may change about a trained model: the sequence length, what only a fresh initialisation reads, and
-# which parameters are trained.
-_FREE_FIELDS = {"seq_length", "beta_scale_init", "dt_min", "dt_max", "init_std", "train_prior"}
 
 
 @dataclass(frozen=True)
@@ -41,35 +37,14 @@ def find_source(config: StageConfig) -> Source | None:
     checkpoint = folder.path / marker["checkpoint"]
     if not checkpoint.is_dir():
         raise ConfigError(f"{key}: its last checkpoint {checkpoint} is missing")
+    require_same_model(checkpoint, config.model)
     there = load_stage(folder.config).model
-    check_same_model(there, config.model, f"{key}: the checkpoint {checkpoint}")
     if config.init_from.load == "weights+optimizer" and there.train_prior != config.model.train_prior:
         raise ConfigError(
             f"{key}: model.train_prior={config.model.train_prior} (there {there.train_prior}) changes which parameters "
             f"have optimizer moments; set init_from.load=weights"
         )
     return Source(checkpoint, config.init_from.load)
-
-
-def check_same_model(there: ModelConfig, here: ModelConfig, what: str) -> None:
-    """Refuse weights of another model.
-
-    Raises:
-        ConfigError: names `what` and every differing key with both values.
-    """
-    differing = [
-        f"model.{name}={value!r} (there {before!r})"
-        for name, value, before in _compared(there, here)
-        if value != before
-    ]
-    if differing:
-        raise ConfigError(f"{what} is of another model: {', '.join(differing)}")
-
-
-def _compared(there: ModelConfig, here: ModelConfig) -> list[tuple[str, Any, Any]]:
-    names = [item.name for item in dataclasses.fields(ModelConfig) if item.name not in _FREE_FIELDS | {"pattern"}]
-    pairs = [(name, getattr(here, name), getattr(there, name)) for name in names]
-    return [("pattern", here.layers, there.layers), *pairs]
 
 
 def _stage_folder(config: StageConfig, stage: str) -> Path:

@@ -1,0 +1,65 @@
+"""`state.json` of a checkpoint: its format and the model it belongs to; nothing here needs torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_palimpsa.config import ConfigError, ModelConfig
+from megatron_palimpsa.training import checkpoint_files as files
+
+FORMAT_VERSION = 1
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Content of the `state.json` of the checkpoint `path`.
+
+    Raises:
+        ConfigError: it was written by another version.
+    """
+    state = json.loads((path / files.STATE).read_text())
+    if state["format_version"] != FORMAT_VERSION:
+        raise ConfigError(
+            f"{path}: checkpoint format {state['format_version']}, this version reads format {FORMAT_VERSION}"
+        )
+    return state
+
+
+def fingerprint(model: ModelConfig) -> dict[str, Any]:
+    """The settings that two models must share for one to load the other's weights and compute the same function."""
+    settings: dict[str, Any] = {
+        "pattern": model.layers,
+        "hidden_size": model.hidden_size,
+        "padded_vocab_size": model.padded_vocab_size,
+        "tie_embeddings": model.tie_embeddings,
+        "norm_eps": model.norm_eps,
+    }
+    if set(model.layers) & {"P", "M"}:
+        names = ("d_state", "headdim", "expand", "ngroups", "d_conv")
+        settings |= {name: getattr(model, name) for name in names}
+        settings["norm_groups"] = model.norm_groups or model.ngroups
+    if "P" in model.layers:
+        settings["beta_rank"] = model.beta_rank
+    if "*" in model.layers:
+        settings["num_attention_heads"] = model.num_attention_heads
+        settings["num_query_groups"] = model.num_query_groups or model.num_attention_heads
+    if "-" in model.layers:
+        settings["ffn_hidden_size"] = model.ffn_hidden_size
+    return settings
+
+
+def require_same_model(path: Path, model: ModelConfig) -> None:
+    """Refuse a checkpoint whose weights are not of this model.
+
+    Raises:
+        ConfigError: names the checkpoint and every differing key with both values.
+    """
+    saved, wanted = read_state(path)["model"], fingerprint(model)
+    differing = [
+        f"model.{name} is {saved.get(name)!r} in the checkpoint and {wanted.get(name)!r} here"
+        for name in sorted(saved.keys() | wanted.keys())
+        if saved.get(name) != wanted.get(name)
+    ]
+    if differing:
+        raise ConfigError(f"{path}: a checkpoint of another model: {'; '.join(differing)}")
