@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from palimpsa_launch import stages
 
@@ -149,8 +150,8 @@ class _Progress:
         whole = sum(part.seconds for part in self._parts)
         done = self._done()
         elapsed, expected = time.monotonic() - self._start, done - self._done_before
-        # The first few seconds say little about how fast this machine is.
-        pace = elapsed / expected if expected > 0.05 * whole else 1.0
+        # The first few seconds say little about how fast this machine is: one minute at the expected pace is assumed.
+        pace = (elapsed + 60) / (expected + 60)
         return f"{100 * done / whole:.0f} % of the demo done, about {clock(pace * (whole - done))} left"
 
     def _done(self) -> float:
@@ -190,16 +191,20 @@ def _only_one(folder: Path) -> Iterator[int]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".demo.lock").open("a+") as file:
         deadline = time.monotonic() + _LOCK_PATIENCE
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    file.seek(0)
-                    raise ConfigError(f"{folder}: another demo runs there (process {file.read().strip()})") from None
-                time.sleep(0.2)
+        while not _locks(file):
+            if time.monotonic() > deadline:
+                file.seek(0)
+                raise ConfigError(f"{folder}: another demo runs there (process {file.read().strip()})")
+            time.sleep(0.2)
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
         yield file.fileno()
+
+
+def _locks(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
