@@ -12,8 +12,7 @@ Memory beyond inputs and outputs: the working set of one segment and, for backwa
 The two states are stacked, index 0 for M (driven by v and k) and 1 for Ibar (driven by beta and k ** 2).
 README.md derives the adjoints and says why nothing is divided by alpha.
 
-Shapes: m chunks of a segment, L tokens of a chunk, G groups, H heads, K and V as everywhere. In a walk the lanes
-N = m * H come last, so that every operation runs over long contiguous rows.
+Shapes: n chunks in all, m of a segment, L tokens of a chunk, lanes N = m * H, and G, H, K, V as everywhere.
 """
 
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from palimpsa_kernels.packing import Chunks
+from palimpsa_kernels.walk import Lanes, WalkGradients, walk, walk_back
 
 CHUNK_SIZE = 16
 SEGMENT_ELEMENTS = 65536  # of one state over all lanes: the few arrays a walk touches at once then fit a core's cache
@@ -72,31 +72,15 @@ class _Segment:
         """What each chunk adds to the states [m, 2, H, V, K]."""
         return ((self.values * to_end).mT @ self.keys).transpose(0, 1)
 
-
-class _Lanes:
-    """The inputs of a walk, a list entry for each token of a chunk, lanes last.
-
-    Attributes:
-        values: v and beta, each [2, 1, V, N].
-        keys: k and k ** 2, each [2, K, 1, N].
-        queries: each [K, 1, N].
-        alpha: each [N].
-        prior: [N].
-    """
-
-    def __init__(self, segment: _Segment) -> None:
-        self.values = segment.values.permute(3, 0, 4, 1, 2).flatten(3)[:, :, None].contiguous().unbind()
-        self.keys = segment.keys.permute(3, 0, 4, 1, 2).flatten(3)[:, :, :, None].contiguous().unbind()
-        self.queries = segment.queries.permute(2, 3, 0, 1).flatten(2)[:, :, None].contiguous().unbind()
-        self.alpha = segment.log_alpha.permute(2, 0, 1).flatten(1).exp().contiguous().unbind()
-        self.prior = segment.prior.repeat(len(segment))
-
-    def __len__(self) -> int:
-        return len(self.alpha)
-
-    def advance(self, t: int, states: Tensor, out: Tensor) -> None:
-        """Write the states [2, K, V, N] behind token t to `out`, from those before it."""
-        torch.mul(states, self.alpha[t], out=out).addcmul_(self.values[t], self.keys[t])
+    def lanes(self) -> Lanes:
+        """The same for a walk."""
+        return Lanes(
+            values=self.values.permute(3, 0, 4, 1, 2).flatten(3)[:, :, None].contiguous().unbind(),
+            keys=self.keys.permute(3, 0, 4, 1, 2).flatten(3)[:, :, :, None].contiguous().unbind(),
+            queries=self.queries.permute(2, 3, 0, 1).flatten(2)[:, :, None].contiguous().unbind(),
+            alpha=self.log_alpha.permute(2, 0, 1).flatten(1).exp().contiguous().unbind(),
+            prior=self.prior.repeat(len(self)),
+        )
 
 
 def _to_lanes(states: Tensor) -> Tensor:
@@ -109,83 +93,8 @@ def _from_lanes(states: Tensor, chunks: int) -> Tensor:
     return states.unflatten(-1, (chunks, -1)).permute(3, 0, 4, 2, 1).contiguous()
 
 
-def _walk(lanes: _Lanes, before: Tensor) -> Tensor:
-    """Read out every token: y without scale [L, V, N]. Overwrites `before` [2, K, V, N]."""
-    states = before
-    mean, importance = states
-    readout = torch.empty_like(mean)
-    y = readout.new_empty(len(lanes), *readout.shape[1:])
-    for t in range(len(lanes)):
-        lanes.advance(t, states, out=states)
-        torch.add(importance, lanes.prior, out=readout)
-        torch.div(mean, readout, out=readout).mul_(lanes.queries[t])
-        torch.sum(readout, 0, out=y[t])
-    return y
-
-
-@dataclass(frozen=True)
-class _WalkGradients:
-    """What a walk's tokens get from each other inside their chunk, and the adjoint of the states before it.
-
-    Attributes:
-        values: of v and beta [L, 2, V, N].
-        keys: of k and k ** 2 [L, 2, K, N].
-        queries: [L, K, N].
-        log_alpha: [L, N].
-        prior: [N].
-        before: [2, K, V, N].
-    """
-
-    values: Tensor
-    keys: Tensor
-    queries: Tensor
-    log_alpha: Tensor
-    prior: Tensor
-    before: Tensor
-
-
-def _walk_back(lanes: _Lanes, before: Tensor, dy: Tensor) -> _WalkGradients:
-    """Adjoint of `_walk` for dy [L, V, N], with a zero adjoint behind the chunks."""
-    length = len(lanes)
-    _, key_dim, value_dim, width = before.shape
-    history = before.new_empty(length + 1, *before.shape)
-    states = history.unbind()
-    states[0].copy_(before)
-    for t in range(length):
-        lanes.advance(t, states[t], out=states[t + 1])
-
-    grads = _WalkGradients(
-        values=before.new_empty(length, 2, value_dim, width),
-        keys=before.new_empty(length, 2, key_dim, width),
-        queries=before.new_empty(length, key_dim, width),
-        log_alpha=before.new_empty(length, width),
-        prior=before.new_zeros(width),
-        before=torch.zeros_like(before),
-    )
-    adjoint = grads.before
-    dmean, dimportance = adjoint
-    reciprocal, weighted = torch.empty_like(dmean), torch.empty_like(dmean)
-    product = torch.empty_like(adjoint)
-    for t in reversed(range(length)):
-        mean, importance = states[t + 1]
-        torch.add(importance, lanes.prior, out=reciprocal).reciprocal_()
-        torch.mul(reciprocal, dy[t], out=weighted)
-        dmean.addcmul_(weighted, lanes.queries[t])
-        weighted.mul_(mean)
-        torch.sum(weighted, 1, out=grads.queries[t])
-        weighted.mul_(reciprocal)
-        dimportance.addcmul_(weighted, lanes.queries[t], value=-1)
-        grads.prior.sub_((weighted.sum(1) * lanes.queries[t][:, 0]).sum(0))
-
-        torch.sum(torch.mul(adjoint, lanes.keys[t], out=product), 1, out=grads.values[t])
-        torch.sum(torch.mul(adjoint, lanes.values[t], out=product), 2, out=grads.keys[t])
-        adjoint.mul_(lanes.alpha[t])
-        torch.sum(torch.mul(adjoint, states[t], out=product).flatten(0, 2), 0, out=grads.log_alpha[t])
-    return grads
-
-
 def _input_gradients(
-    segment: _Segment, walked: _WalkGradients, before: Tensor, behind: Tensor, groups: int
+    segment: _Segment, walked: WalkGradients, before: Tensor, behind: Tensor, groups: int
 ) -> tuple[Tensor, ...]:
     """Add what comes from behind the chunks; gradients of q, k, v, beta, log_alpha [m, L, G or H, ...].
 
@@ -242,7 +151,7 @@ class _ChunkPalimpsa(torch.autograd.Function):
             segment = _Segment.of(part, inputs, prior)
             whole, to_end = segment.decays()
             before, state = chunks.pass_states(segment.added_states(to_end), whole, initial, final, part, state)
-            y_LVN = _walk(_Lanes(segment), _to_lanes(before))
+            y_LVN = walk(segment.lanes(), _to_lanes(before))
             y[part.start : part.stop] = y_LVN.unflatten(-1, (len(part), -1)).permute(2, 0, 3, 1)
         ctx.save_for_backward(q, k, v, beta, log_alpha, prior, initial, *carried)
         ctx.scale, ctx.chunks = scale, chunks
@@ -265,7 +174,7 @@ class _ChunkPalimpsa(torch.autograd.Function):
             whole, to_end = segment.decays()
             before, _ = chunks.pass_states(segment.added_states(to_end), whole, initial, None, part, state)
             dy_LVN = dy[part.start : part.stop].permute(1, 3, 0, 2).flatten(2).contiguous()
-            walked = _walk_back(_Lanes(segment), _to_lanes(before), dy_LVN)
+            walked = walk_back(segment.lanes(), _to_lanes(before), dy_LVN)
             added = _from_lanes(walked.before, len(part))
             behind, adjoint = chunks.pass_adjoints(added, whole, dfinal, dinitial, part, adjoint)
             gradients = _input_gradients(segment, walked, before, behind, k.shape[2])
@@ -299,26 +208,3 @@ def chunk_palimpsa(
         initial = torch.stack(initial_state, 1)
     y, final = _ChunkPalimpsa.apply(q, k, v, beta, log_alpha, prior, initial, scale, chunks)
     return (y, (final[:, 0], final[:, 1])) if output_final_state else y
-
-
-@torch.no_grad()
-def palimpsa_step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_alpha: Tensor,
-    prior: Tensor,
-    states: tuple[Tensor, Tensor],
-    *,
-    scale: float = 1.0,
-) -> Tensor:
-    """See `palimpsa_kernels.palimpsa_step`."""
-    mean, importance = states
-    heads_per_group = v.shape[1] // k.shape[1]
-    query, key = (x.float().repeat_interleave(heads_per_group, 1)[:, :, None, :] for x in (q, k))
-    alpha = log_alpha.exp()[:, :, None, None]
-    mean.mul_(alpha).addcmul_(v.float()[..., None], key)
-    importance.mul_(alpha).addcmul_(beta.float()[..., None], key * key)
-    y = scale * (mean / (prior[:, None, None] + importance) * query).sum(-1)
-    return y.to(v.dtype)

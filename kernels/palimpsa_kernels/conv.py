@@ -59,7 +59,6 @@ def _slots_before(places: list[int], count: int, device: torch.device) -> Tensor
     return (torch.tensor(places)[:, None] + torch.arange(-count, 0)).flatten().to(device)
 
 
-@torch.no_grad()
 def causal_conv1d_step(
     x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str | None = "silu"
 ) -> Tensor:

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from palimpsa_kernels import chunked, conv, ssd
+from palimpsa_kernels import chunked, conv, ssd, steps
 
 logger = logging.getLogger("palimpsa_kernels")
 
 TRITON_MODULE = "palimpsa_kernels.triton"
 PYTORCH: dict[str, Callable[..., Any]] = {
     "chunk_palimpsa": chunked.chunk_palimpsa,
-    "palimpsa_step": chunked.palimpsa_step,
+    "palimpsa_step": steps.palimpsa_step,
     "chunk_ssd": ssd.chunk_ssd,
-    "ssd_step": ssd.ssd_step,
+    "ssd_step": steps.ssd_step,
     "causal_conv1d": conv.causal_conv1d,
     "causal_conv1d_step": conv.causal_conv1d_step,
 }

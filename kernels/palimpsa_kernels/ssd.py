@@ -145,12 +145,3 @@ def chunk_ssd(
         initial_state = log_alpha.new_zeros(chunks.documents, heads, value_dim, k.shape[3])
     y, final = _ChunkSSD.apply(q, k, v, log_alpha, initial_state, scale, chunks)
     return (y, final) if output_final_state else y
-
-
-@torch.no_grad()
-def ssd_step(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, state: Tensor, *, scale: float = 1.0) -> Tensor:
-    """See `palimpsa_kernels.ssd_step`."""
-    heads_per_group = v.shape[1] // k.shape[1]
-    query, key = (x.float().repeat_interleave(heads_per_group, 1)[:, :, None, :] for x in (q, k))
-    state.mul_(log_alpha.exp()[:, :, None, None]).addcmul_(v.float()[..., None], key)
-    return (scale * (state * query).sum(-1)).to(v.dtype)

@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from palimpsa_kernels import chunk_ssd, chunked, dispatch
+from palimpsa_kernels import chunk_ssd, chunked, dispatch, steps
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def test_cuda_takes_triton_functions_where_they_exist(monkeypatch):
     module = types.SimpleNamespace(chunk_palimpsa=print)
     monkeypatch.setattr(dispatch, "triton_module", lambda: module)
     assert dispatch.implementation("chunk_palimpsa", "cuda") is print
-    assert dispatch.implementation("palimpsa_step", "cuda") is chunked.palimpsa_step
+    assert dispatch.implementation("palimpsa_step", "cuda") is steps.palimpsa_step
     assert dispatch.implementation("chunk_palimpsa", "cpu") is chunked.chunk_palimpsa
 
 
