@@ -74,7 +74,7 @@ def test_an_unfinished_set_is_refused(tmp_path: Path, tokenizer: TokenizerInfo) 
 def test_an_edited_manifest_is_found(tmp_path: Path, tokenizer: TokenizerInfo) -> None:
     tiny_set(tmp_path / "s", DOCUMENTS, tokenizer)
     path = tmp_path / "s" / "s-00000-of-00001.manifest.json"
-    path.write_text(path.read_text().replace('"input"', '"other"'))
+    path.write_text(path.read_text().replace('"config"', '"other"'))
     with pytest.raises(DataError, match=r"s-00000-of-00001\.manifest\.json: changed"):
         check_set(tmp_path / "s", checksums=False)
 

@@ -52,6 +52,16 @@ def test_whitespace_of_code_is_kept_and_short(tokenizer: Tokenizer) -> None:
     assert len(tokenizer.encode("        return")) <= 3
 
 
+def test_parts_cut_at_line_breaks_encode_like_the_whole(tokenizer: Tokenizer) -> None:
+    """Nothing is put in front of a text, so prompts can be encoded in parts."""
+    assert tokenizer.encode("def f():\n    return") == [
+        *tokenizer.encode("def f():"),
+        *tokenizer.encode("\n"),
+        *tokenizer.encode("    return"),
+    ]
+    assert len(tokenizer.encode("d")) == 1
+
+
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")))
 def test_every_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
     # U+2581 is SentencePiece's own sign for a space and comes back as one.

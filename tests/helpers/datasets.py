@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import yaml
-from palimpsa_data.files import sha256_file
+from palimpsa_data.files import json_sha256, sha256_file
 from palimpsa_data.sets import SetInfo, TokenizerInfo, write_set
 from palimpsa_data.shards import Encoded, ShardSpec, shard_stem, write_shard
 
@@ -27,7 +27,9 @@ def tiny_set(
     shards: int = 1,
 ) -> SetInfo:
     """Write documents (ids as they are, end-of-document id included) in order, shard after shard."""
-    spec = ShardSpec("input", tokenizer.sha256, "config", tokenizer.vocab_size, loss_mask=masks is not None)
+    spec = ShardSpec(
+        json_sha256([documents, masks]), tokenizer.sha256, "config", tokenizer.vocab_size, loss_mask=masks is not None
+    )
     manifests = {}
     for shard in range(shards):
         part = range(shard * len(documents) // shards, (shard + 1) * len(documents) // shards)

@@ -314,7 +314,7 @@ def test_swapped_shards(folder: Path) -> None:
     one, other = first.read_bytes(), second.read_bytes()
     first.write_bytes(other)
     second.write_bytes(one)
-    refused(folder, "one-00000-of-00002.bin", "swapped")
+    refused(folder, "one-00000-of-00002.bin: content differs", "swapped")
 
 
 def test_an_edited_manifest(folder: Path) -> None:
