@@ -52,7 +52,7 @@ class _Segment:
         q, k, v, beta, log_alpha = (x[part.start : part.stop] for x in inputs)
         q_mHLK, k_mHLK = (x.repeat_interleave(v.shape[2] // x.shape[2], 2).transpose(1, 2) for x in (q, k))
         return cls(
-            values=torch.stack([v, beta]).transpose(2, 3),
+            values=torch.stack([v.transpose(1, 2), beta.transpose(1, 2)]),
             keys=torch.stack([k_mHLK, k_mHLK**2]),
             queries=q_mHLK,
             log_alpha=log_alpha.transpose(1, 2),
@@ -108,8 +108,8 @@ def _input_gradients(
     whole, to_end = segment.decays()
     adjoint = behind.transpose(0, 1)
     dvalues_behind = (segment.keys @ adjoint.mT) * to_end
-    dkeys = walked.keys.unflatten(-1, (m, -1)).permute(1, 3, 4, 0, 2) + (segment.values * to_end) @ adjoint
-    dvalues = walked.values.unflatten(-1, (m, -1)).permute(1, 3, 4, 0, 2) + dvalues_behind
+    dkeys = (segment.values * to_end) @ adjoint + walked.keys.unflatten(-1, (m, -1)).permute(1, 3, 4, 0, 2)
+    dvalues = dvalues_behind + walked.values.unflatten(-1, (m, -1)).permute(1, 3, 4, 0, 2)
     dqueries = walked.queries.unflatten(-1, (m, -1)).permute(2, 3, 0, 1)
 
     dlog_alpha = walked.log_alpha.unflatten(-1, (m, -1)).permute(1, 2, 0)

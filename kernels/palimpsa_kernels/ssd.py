@@ -17,7 +17,7 @@ from torch import Tensor
 
 from palimpsa_kernels.packing import Chunks
 
-CHUNK_SIZE = 64
+CHUNK_SIZE = 32
 
 
 def _decays(log_alpha_nlgr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,7 +108,7 @@ def _by_group(chunks: Chunks, q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor
 
 def _heads_first(x: Tensor, groups: int) -> Tensor:
     """[n, L, H, V] to [n, G, R, L, V]."""
-    return x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
+    return x.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).contiguous()
 
 
 def _to_tokens(x: Tensor) -> Tensor:
