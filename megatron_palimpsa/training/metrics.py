@@ -45,7 +45,9 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def _records_until(path: Path, step: int) -> list[str]:
-    return [json.dumps(record) + "\n" for record in read_records(path) if record["step"] <= step]
+    # An `end` written by a run that was killed before its marker was not the end.
+    records = (record for record in read_records(path) if record["step"] <= step and record["kind"] != "end")
+    return [json.dumps(record) + "\n" for record in records]
 
 
 def _finite(value: Any) -> Any:

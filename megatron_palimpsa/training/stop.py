@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -48,13 +49,18 @@ class StopControl:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Inside, a stop signal is noted instead of ending the process."""
+        """Inside, a stop signal is noted instead of ending the process.
+
+        One rank of several ignores it afterwards: the first to exit makes torchrun send SIGTERM to the others, which
+        are about to exit with a code of their own.
+        """
         before = {number: signal.signal(number, self._note) for number in SIGNALS}
         try:
             yield
         finally:
+            one_of_several = int(os.environ.get("WORLD_SIZE", "1")) > 1
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_IGN if one_of_several else handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True

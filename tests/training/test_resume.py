@@ -77,6 +77,17 @@ def test_sigkill_off_a_checkpoint_step(stages, second, unbroken, tmp_path, kills
     assert_same_end(folder, unbroken, tmp_path)
 
 
+def test_killed_between_the_last_checkpoint_and_the_marker(stages, second, unbroken, tmp_path):
+    path = second("unmarked")
+    assert train_in_new_process(path) == ExitCode.COMPLETE
+    folder = RunFolder(stages / "runs" / "unmarked")
+    folder.marker.unlink()
+    assert train_in_new_process(path) == ExitCode.COMPLETE
+    assert folder.marker.exists()
+    assert resumes(folder) == [8]
+    assert_same_end(folder, unbroken, tmp_path)
+
+
 def test_learning_rate_around_the_resume(stages, second, unbroken):
     path = second("rates")
     assert train_in_new_process(path, signals={6: signal.SIGKILL}) == -signal.SIGKILL
