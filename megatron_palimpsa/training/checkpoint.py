@@ -150,7 +150,7 @@ def load(
     """
     state = read_state(path)
     require_same_model(path, engine.config.model)
-    _require_plain_metadata(path / ".metadata")
+    _require_plain_metadata(path)
     engine.load_weights(_load({"weights": engine.weight_shards(for_loading=True)}, path)["weights"])
     if what != "weights":
         moments = _load({"moments": engine.moment_shards(for_loading=True)}, path)["moments"]
@@ -184,8 +184,9 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def _require_plain_metadata(path: Path) -> None:
-    """torch unpickles this file when it loads a checkpoint, and a foreign one may hold anything."""
-    _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
+    """torch unpickles these files, the ranks' own where the first cannot be read; foreign ones may hold anything."""
+    for file in (path / ".metadata", *path.glob("__*.metadata")):
+        _PlainUnpickler(io.BytesIO(file.read_bytes())).load()
 
 
 def _layout() -> dict[str, int]:

@@ -39,8 +39,11 @@ class Workers:
             RuntimeError: one failed, died or gave no answer in time; the processes are ended then, because the
                 others may wait for it for ever.
         """
-        for connection in self._connections:
-            connection.send((function, arguments))
+        for rank, connection in enumerate(self._connections):
+            try:
+                connection.send((function, arguments))
+            except BrokenPipeError:
+                self._fail(f"rank {rank} died before")
         results: dict[int, Any] = {}
         while len(results) < self.size:
             waiting = [connection for rank, connection in enumerate(self._connections) if rank not in results]

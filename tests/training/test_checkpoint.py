@@ -173,10 +173,11 @@ class Payload:
         return os.putenv, ("PAYLOAD_RAN", "1")
 
 
-def test_foreign_metadata_runs_no_code(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [".metadata", "__0.metadata"])
+def test_foreign_metadata_runs_no_code(name: str, tmp_path: Path) -> None:
     engine = MegatronEngine(tiny_stage())
     path = checkpoint.save(tmp_path, 0, engine, PROGRESS, keep=2)
-    (path / ".metadata").write_bytes(pickle.dumps(Payload()))
+    (path / name).write_bytes(pickle.dumps(Payload()))
     with pytest.raises(checkpoint.CheckpointError, match="putenv"):
         checkpoint.load(path, engine)
 
