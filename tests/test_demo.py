@@ -1,5 +1,6 @@
 """The demo's order, skipping and stopping, with `helpers.fake_demo_cli` in place of the real commands."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -62,6 +63,10 @@ class Demo:
         return int(file.read_text())
 
 
+def state_of(process: int) -> str:
+    return subprocess.run(["ps", "-p", str(process), "-o", "stat="], capture_output=True, text=True).stdout.strip()
+
+
 @pytest.fixture
 def tiny(tmp_path: Path) -> Demo:
     return Demo(tmp_path)
@@ -119,14 +124,19 @@ def test_sigkill_takes_the_running_stage_along_and_the_next_run_goes_on(tiny: De
     tiny.stage_does("long-context", "wait")
     process = tiny.start()
     stage = tiny.wait_for_stage("long-context")
+    os.kill(stage, signal.SIGSTOP)
+    while not state_of(stage).startswith("T"):
+        time.sleep(0.02)
     process.kill()
+    assert process.wait(timeout=60) == -signal.SIGKILL
+    with (tiny.folder / ".demo.lock").open() as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.kill(stage, signal.SIGCONT)
     process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL
     tiny.take_calls()
     code, output = tiny.run()
     assert code == 0, output
-    state = subprocess.run(["ps", "-p", str(stage), "-o", "stat="], capture_output=True, text=True).stdout.strip()
-    assert not state or state.startswith("Z")
+    assert not state_of(stage) or state_of(stage).startswith("Z")
     assert tiny.take_calls() == ["prep", *STAGES[1:], "report"]
 
 

@@ -76,6 +76,7 @@ def test_passes_over_a_failing_shim_to_pyenvs_newest_patch(machine: Machine) -> 
     failing_shim(machine.path / "python3.12")
     fake_python(machine.path / "python3", "3.11.7")
     versions = machine.home / ".pyenv" / "versions"
+    fake_python(versions / "3.12.1" / "bin" / "python", "3.12.1")
     fake_python(versions / "3.12.9" / "bin" / "python", "3.12.9")
     wanted = fake_python(versions / "3.12.10" / "bin" / "python", "3.12.10")
     assert machine.find().stdout.strip() == str(wanted)
