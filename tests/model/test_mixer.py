@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from helpers.models import randomise
@@ -9,6 +11,7 @@ from helpers.reference_model import relative_error
 from helpers.stages import random_batch, tiny_stage
 
 from megatron_palimpsa.model import build_model, forward_loss
+from megatron_palimpsa.model import mixer as mixer_module
 from megatron_palimpsa.model.naming import global_parameters
 from megatron_palimpsa.model.weights import load_full_weights
 
@@ -53,14 +56,25 @@ def test_a_prior_of_two_is_not_the_mamba2_limit():
     assert relative_error(two, one) > 1e-3
 
 
-def test_decay_stronger_than_the_scan_takes_is_finite():
-    config = tiny_stage(model={"pattern": "PM"})
+@pytest.mark.parametrize(("pattern", "scan"), [("P", "chunk_palimpsa"), ("M", "chunk_ssd")])
+def test_decay_stronger_than_the_scan_takes_is_limited(pattern, scan, monkeypatch):
+    config = tiny_stage(model={"pattern": pattern})
     model = build_model(config)
     with torch.no_grad():
-        for layer in model.decoder.layers:
-            layer.mixer.dt_bias.fill_(50.0)
-            layer.mixer.A_log.fill_(4.0)
+        model.decoder.layers[0].mixer.dt_bias.fill_(50.0)
+        model.decoder.layers[0].mixer.A_log[:4] = 4.0
+        model.decoder.layers[0].mixer.A_log[4:] = -4.0
+    given = []
+    original = getattr(mixer_module, scan)
+
+    def spy(*arguments, **options):
+        given.append(arguments[4 if pattern == "P" else 3].detach())
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(mixer_module, scan, spy)
     losses = forward_loss(model, random_batch(config, seed=0))
     losses.sum().backward()
+    assert torch.equal(given[0][..., :4], torch.full((1, 32, 4), -100.0))
+    torch.testing.assert_close(given[0][..., 4:], torch.full((1, 32, 4), -50 * math.exp(-4)), rtol=0.05, atol=0)
     assert losses.isfinite().all()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.models import randomise
 from helpers.stages import random_batch, tiny_stage
 
 from megatron_palimpsa.model import build_model, forward_loss, memory_statistics
@@ -15,6 +16,7 @@ from megatron_palimpsa.model import build_model, forward_loss, memory_statistics
 def test_windows_and_ratios_of_a_layer_recomputed_from_its_input():
     config = tiny_stage(model={"pattern": "*MP"})
     model = build_model(config)
+    randomise(model)
     batch = random_batch(config, seed=0, padding=5)
     inside, offsets = int(batch.cu_seqlens[-1]), batch.cu_seqlens.tolist()
     inputs = []
@@ -39,7 +41,7 @@ def test_windows_and_ratios_of_a_layer_recomputed_from_its_input():
             for token in range(start, end):
                 importance = alpha[token, :, None, None] * importance
                 importance += beta[token, :, :, None] * k[token - start].square()
-            for head in 1 + importance:
+            for head in mixer.prior_log.exp()[:, None, None] + importance:
                 ratios.append((head.max() - head.min()) / head.min())
     assert statistics[3]["window"] == pytest.approx(float((1 / (1 - alpha)).median()), rel=1e-4)
     assert statistics[3]["importance_ratio"] == pytest.approx(float(torch.stack(ratios).median()), rel=1e-4)
