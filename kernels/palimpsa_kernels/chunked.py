@@ -169,12 +169,15 @@ class _ChunkPalimpsa(torch.autograd.Function):
         dinitial = dfinal.clone()
         adjoint = torch.zeros_like(dfinal[0])
         parts = _segments(chunks, initial[0, 0].numel())
+        most_lanes = max(map(len, parts), default=0) * v.shape[2]
+        history = dy.new_empty(chunks.size + 1, 2, k.shape[3], v.shape[3], most_lanes)
         for part, state in reversed(list(zip(parts, carried, strict=True))):
             segment = _Segment.of(part, inputs, prior)
             whole, to_end = segment.decays()
             before, _ = chunks.pass_states(segment.added_states(to_end), whole, initial, None, part, state)
             dy_LVN = dy[part.start : part.stop].permute(1, 3, 0, 2).flatten(2).contiguous()
-            walked = walk_back(segment.lanes(), _to_lanes(before), dy_LVN)
+            lanes = len(part) * v.shape[2]
+            walked = walk_back(segment.lanes(), _to_lanes(before), dy_LVN, history[..., :lanes])
             added = _from_lanes(walked.before, len(part))
             behind, adjoint = chunks.pass_adjoints(added, whole, dfinal, dinitial, part, adjoint)
             gradients = _input_gradients(segment, walked, before, behind, k.shape[2])

@@ -72,11 +72,13 @@ class WalkGradients:
     before: Tensor
 
 
-def walk_back(lanes: Lanes, before: Tensor, dy: Tensor) -> WalkGradients:
-    """Adjoint of `walk` for dy [L, V, N], with a zero adjoint behind the chunks."""
+def walk_back(lanes: Lanes, before: Tensor, dy: Tensor, history: Tensor) -> WalkGradients:
+    """Adjoint of `walk` for dy [L, V, N], with a zero adjoint behind the chunks.
+
+    `history` [L + 1, 2, K, V, N] is scratch: fresh memory of that size costs more than a whole pass over it.
+    """
     length = len(lanes)
     _, key_dim, value_dim, width = before.shape
-    history = before.new_empty(length + 1, *before.shape)
     states = history.unbind()
     states[0].copy_(before)
     for t in range(length):
