@@ -117,11 +117,8 @@ def train_on_ranks(*arguments: str | Path, ranks: list[Events]) -> list[int]:
     """As `train_in_new_process`, on as many ranks as there are events; -> their exit codes."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["megatron_palimpsa.training.loop"])
-    port = _free_port()
-    environments = [
-        {"RANK": str(rank), "WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        for rank in range(len(ranks))
-    ]
+    shared = {"WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    environments = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(len(ranks))]
     processes = [
         context.Process(target=_train, args=([str(item) for item in arguments], environment, events))
         for environment, events in zip(environments, ranks, strict=True)
