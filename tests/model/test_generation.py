@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from helpers.models import randomise
+from helpers.reference_model import relative_error
 from helpers.stages import random_batch, tiny_stage
 from megatron.core.inference.contexts import StaticInferenceContext
 
@@ -41,6 +42,22 @@ def test_decoding_in_pieces_equals_the_whole_forward(pattern, cuts):
         context.increment_sequence_len_offset(piece.shape[1])
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, atol=1e-5, rtol=1e-5)
     assert expected.std() > 0.5
+
+
+def test_a_bf16_model_decodes_as_it_computes_the_whole():
+    config = tiny_stage(model={"pattern": "PM*-"}, train={"precision": "bf16"})
+    model = build_model(config).eval()
+    randomise(model, scale=0.1)
+    tokens = random_batch(config, seed=4).tokens[:, :20]
+    expected = logits_of(model, tokens)
+    context = StaticInferenceContext(max_batch_size=1, max_sequence_length=20)
+    pieces = []
+    for piece in tokens.split(1, dim=1):
+        pieces.append(logits_of(model, piece, context))
+        context.increment_sequence_len_offset(1)
+    assert relative_error(torch.cat(pieces, dim=1), expected) < 1e-2
+    memory = context.key_value_memory_dict[1].memory
+    assert [state.dtype for state in memory] == [torch.float32, torch.float32]
 
 
 def test_greedy_generation_takes_the_most_probable_id_each_time():
