@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from palimpsa_kernels.packing import Chunks
 from palimpsa_kernels.walk import Lanes, WalkGradients, walk, walk_back
@@ -158,6 +159,7 @@ class _ChunkPalimpsa(torch.autograd.Function):
         return chunks.merge(y.mul_(scale), v.dtype), final
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy, dfinal = grads
         q, k, v, beta, log_alpha, prior, initial, *carried = ctx.saved_tensors

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from palimpsa_kernels.packing import Chunks
 
@@ -50,6 +51,7 @@ class _ChunkSSD(torch.autograd.Function):
         return chunks.merge(_to_tokens(y * scale), v.dtype), final
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy, dfinal = grads
         q, k, v, log_alpha, initial = ctx.saved_tensors
