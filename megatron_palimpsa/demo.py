@@ -65,13 +65,13 @@ def run(folder: Path) -> int:
         ConfigError: another demo runs there, or something the demo needs is wrong.
     """
     with _only_one(folder) as lock:
-        if _is_finished(folder):
-            print(f"The demo in {folder} is finished; remove that folder to run it again.\n")
-        else:
+        if not _is_finished(folder):
+            start = time.monotonic()
             code = _run_parts(_parts(folder), lock)
-            if code:
-                return code
-            print(f"The demo is finished; all of it is in {folder}.\n")
+            if not code:
+                print(f"The demo is finished after {clock(time.monotonic() - start)}; all of it is in {folder}.")
+            return code
+    print(f"The demo in {folder} is finished; remove that folder to run it again.\n")
     print(f"{format_table(summaries(folder))}\n\nReport with pictures: {folder / 'report' / 'report.md'}")
     return ExitCode.COMPLETE
 

@@ -71,8 +71,9 @@ def build(folder: Path) -> Path:
     (output / "report.md").write_text(text)
     data = {"stages": [row.to_dict() for row in rows], "samples": [vars(sample) for sample in samples]}
     _write_last(output / "report.json", json.dumps(data, indent=2) + "\n")
-    print(f"\n{format_table(rows)}\n\n{_sample_lines(samples)}\n", flush=True)
-    return output / "report.md"
+    report = output / "report.md"
+    print(f"\n{format_table(rows)}\n\n{_sample_lines(samples)}\n\nReport with pictures: {report}\n", flush=True)
+    return report
 
 
 def is_current(folder: Path) -> bool:
