@@ -63,6 +63,7 @@ def transformer_config(config: StageConfig) -> TransformerConfig:
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        cuda_graph_modules=[],
         **recompute,
     )
 

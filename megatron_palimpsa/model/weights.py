@@ -1,4 +1,9 @@
-"""Weights of a model from unsplit tensors: drawn from the stage's seed, or given; the same under every layout."""
+"""Weights of a model from unsplit tensors: drawn from the stage's seed, or given; the same under every layout.
+
+Mixers start as state-spaces' Mamba2 does (A, dt, D, convolution, 1 / sqrt(layers) into the residual stream) and as
+Palimpsa's authors add to it (beta, prior), with one difference: projections are normal with `init_std`, as Megatron
+draws them, where state-spaces and Hugging Face keep torch's uniform default.
+"""
 
 from __future__ import annotations
 
