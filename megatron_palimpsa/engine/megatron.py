@@ -121,7 +121,7 @@ class MegatronEngine:
     def _forward_step(
         self, batches: Iterator[Batch], model: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        batch = _to_device(next(batches), self._device)
+        batch = next(batches).to(self._device)
         return forward_loss(self._module, batch), partial(_sum_losses, batch.loss_mask)
 
     def _mean_loss(self, sums: list[torch.Tensor]) -> tuple[float, int]:
@@ -226,10 +226,6 @@ def _sum_losses(
     total = (losses * loss_mask).sum()
     tokens = loss_mask.sum()
     return total, tokens.int(), torch.stack([total.detach(), tokens])
-
-
-def _to_device(batch: Batch, device: torch.device) -> Batch:
-    return Batch(**{field.name: getattr(batch, field.name).to(device, non_blocking=True) for field in fields(batch)})
 
 
 def _wrap(module: HybridModel, config: StageConfig) -> DistributedDataParallel:
