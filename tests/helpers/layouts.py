@@ -23,7 +23,7 @@ from megatron_palimpsa.model.tensor_parallel import local_share
 from megatron_palimpsa.model.weights import load_full_weights
 from megatron_palimpsa.training.checkpoint import _SaveInProcess
 
-ATTENTION_AND_MLP = {"pattern": "PM*-"}
+ATTENTION_AND_MLP = {"pattern": "PM*-MP"}
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "one group": {**ATTENTION_AND_MLP, "ngroups": 1},
     "a group a rank": {**ATTENTION_AND_MLP, "ngroups": 2, "tie_embeddings": False},
