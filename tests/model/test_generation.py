@@ -131,3 +131,13 @@ def test_wrong_requests_are_refused(prompt, settings, message):
     _, model = sharp_model(pattern="P")
     with pytest.raises(ConfigError, match=message):
         generate(model, prompt, max_new_tokens=1, **settings)
+
+
+def test_layouts_that_cannot_generate_are_refused():
+    _, model = sharp_model(pattern="P")
+    model.config.sequence_parallel = True
+    with pytest.raises(ConfigError, match="sequence_parallel=false"):
+        generate(model, [1], max_new_tokens=1)
+    part = build_model(tiny_stage(model={"pattern": "P"}), post_process=False)
+    with pytest.raises(ConfigError, match="pp=1"):
+        generate(part, [1], max_new_tokens=1)
