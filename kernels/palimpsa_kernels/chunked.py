@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from palimpsa_kernels.packing import Chunks
 from palimpsa_kernels.walk import Lanes, WalkGradients, walk, walk_back
 
-CHUNK_SIZE = 16
+CHUNK_SIZE = 32
 SEGMENT_ELEMENTS = 65536  # of one state over all lanes: the few arrays a walk touches at once then fit a core's cache
 
 
