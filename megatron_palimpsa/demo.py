@@ -114,7 +114,12 @@ def _run_parts(parts: Sequence[Part], lock: int) -> int:
 
 
 def _run_part(part: Part, progress: _Progress, lock: int) -> int:
-    with tied_process(_MODULE, part.command, keep_open=[lock]) as process, _passing_signals_to(process) as received:
+    # Measured: so small a model trains 15 % slower on two threads, and far slower where another program wants a core.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    with (
+        tied_process(_MODULE, part.command, environment, keep_open=[lock]) as process,
+        _passing_signals_to(process) as received,
+    ):
         while True:
             try:
                 code = process.wait(timeout=_SHOW_EVERY)

@@ -13,17 +13,18 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 
 @contextmanager
 def tied_process(
-    module: str, arguments: Sequence[str], keep_open: Sequence[int] = ()
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], keep_open: Sequence[int] = ()
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start `python -m MODULE ARGUMENTS...` in its own process group, with this process's output.
 
     It dies with this process, and at the latest when the context ends. `keep_open` are descriptors it inherits.
+    stdin is empty and output unbuffered.
     """
     read_end, write_end = os.pipe()
     try:
@@ -31,7 +32,7 @@ def tied_process(
             [sys.executable, "-m", __name__, str(read_end), module, *arguments],
             pass_fds=(read_end, *keep_open),
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**environment, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
         )
     finally:

@@ -21,9 +21,9 @@ time.sleep(120)
 """
 
 PARENT = """
-import sys
+import os, sys
 from megatron_palimpsa.lifeline import tied_process
-with tied_process("sleeper", [sys.argv[1]]) as process:
+with tied_process("sleeper", [sys.argv[1]], os.environ) as process:
     process.wait()
 """
 
@@ -62,21 +62,21 @@ def test_child_and_grandchild_die_with_a_killed_parent(python_path: Path) -> Non
 
 
 def test_the_end_of_the_context_ends_the_child(python_path: Path) -> None:
-    with tied_process("sleeper", [str(python_path / "ids")]) as process:
+    with tied_process("sleeper", [str(python_path / "ids")], os.environ) as process:
         pass
     assert process.returncode == -signal.SIGKILL
 
 
 def test_arguments_and_exit_code_pass_through(python_path: Path) -> None:
     (python_path / "leaver.py").write_text("import sys; sys.exit(int(sys.argv[1]) + len(sys.argv))")
-    with tied_process("leaver", ["73"]) as process:
+    with tied_process("leaver", ["73"], os.environ) as process:
         assert process.wait(timeout=30) == 75
 
 
 def test_descriptors_stay_open_in_the_child(python_path: Path) -> None:
     (python_path / "writer.py").write_text('import os, sys; os.write(int(sys.argv[1]), b"kept")')
     read_end, write_end = os.pipe()
-    with tied_process("writer", [str(write_end)], keep_open=[write_end]) as process:
+    with tied_process("writer", [str(write_end)], os.environ, keep_open=[write_end]) as process:
         process.wait(timeout=30)
     os.close(write_end)
     assert os.read(read_end, 16) == b"kept"
