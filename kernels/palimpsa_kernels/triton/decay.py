@@ -1,0 +1,119 @@
+"""Decays inside of chunks, and the spans over which states can be held divided by their decay.
+
+The scans hold M_t / a_t, a_t the product of the alphas behind an anchor, which changes by one multiply-add a token and
+element; backwards it is undone by subtraction. Both lose accuracy as 1 / a_t grows. So each chunk and head is cut into
+spans, greedily: behind a span's first token, the anchor, the decay stays above exp(-bound). A chunk that would need
+more than one span for every GROUP tokens is dense: all its tokens are anchors, and backwards its states are computed
+anew from every GROUP-th one.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from palimpsa_kernels.triton.chunks import Chunks
+from palimpsa_kernels.triton.primitives import chunk_bounds
+
+GROUP = 4
+HEADS_PER_PROGRAM = 32
+
+
+@triton.jit
+def chunk_decay_kernel(log_alpha, table, to_end, from_start, total, H, BLOCK_H: tl.constexpr, FROM_START: tl.constexpr):
+    chunk = tl.program_id(0)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    inside = h < H
+    start, end = chunk_bounds(table, chunk)
+    decay = tl.zeros([BLOCK_H], tl.float32)
+    for i in tl.range(0, (end - start).to(tl.int32), num_stages=4):
+        at = (end - 1 - i) * H + h
+        tl.store(to_end + at, decay, mask=inside)
+        decay += tl.load(log_alpha + at, mask=inside, other=0.0)
+    tl.store(total + chunk.to(tl.int64) * H + h, decay, mask=inside)
+    if FROM_START:
+        decay = tl.zeros([BLOCK_H], tl.float32)
+        for i in tl.range(0, (end - start).to(tl.int32), num_stages=4):
+            at = (start + i) * H + h
+            decay += tl.load(log_alpha + at, mask=inside, other=0.0)
+            tl.store(from_start + at, decay, mask=inside)
+
+
+@triton.jit(do_not_specialize=["bound", "max_span"])
+def span_kernel(
+    log_alpha, table, inv_a, rescale, starts, counts, H, bound, max_span, slots,
+    BLOCK_H: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    inside = h < H
+    start, end = chunk_bounds(table, chunk)
+    size = (end - start).to(tl.int32)
+    since_anchor = tl.zeros([BLOCK_H], tl.float32)
+    anchor = tl.zeros([BLOCK_H], tl.int32)
+    count = tl.zeros([BLOCK_H], tl.int32)
+    for i in tl.range(0, size, num_stages=4):
+        at = (start + i) * H + h
+        decay = since_anchor + tl.load(log_alpha + at, mask=inside, other=0.0)
+        new = (i == 0) | (decay < -bound) | (i - anchor >= max_span)
+        tl.store(starts + (chunk * slots + count) * H + h, i, mask=inside & new & (count < slots))
+        count += new.to(tl.int32)
+        anchor = tl.where(new, i, anchor)
+        since_anchor = tl.where(new, 0.0, decay)
+        tl.store(rescale + at, tl.where(new, tl.exp(decay), 2.0), mask=inside)
+        tl.store(inv_a + at, tl.exp(-since_anchor), mask=inside)
+    # 0 stands for a dense chunk.
+    tl.store(counts + chunk * H + h, tl.where(count * GROUP > size, 0, count), mask=inside)
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Attributes:
+    inv_a: 1 / a_t [B, T, H].
+    rescale: exp of the decay from the anchor before up to and with each anchor, 2 at other tokens [B, T, H].
+    starts: first token of each span inside of its chunk [places, slots, H] int32.
+    counts: the spans of each chunk, 0 where it is dense [places, H] int32.
+    """
+
+    inv_a: Tensor
+    rescale: Tensor
+    starts: Tensor
+    counts: Tensor
+
+    @property
+    def slots(self) -> int:
+        """Most spans, or groups, of a chunk."""
+        return self.starts.shape[1]
+
+
+def chunk_decays(log_alpha: Tensor, chunks: Chunks, *, from_start: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Log-decay from each token to its chunk's end [B, T, H], and over each chunk [places, H].
+
+    `from_start` [B, T, H] takes the log-decay from each chunk's start up to and with each token.
+    """
+    heads = log_alpha.shape[2]
+    to_end = torch.empty_like(log_alpha)
+    total = log_alpha.new_empty(chunks.places, heads)
+    grid = (chunks.places, triton.cdiv(heads, HEADS_PER_PROGRAM))
+    chunk_decay_kernel[grid](
+        log_alpha, chunks.table, to_end, to_end if from_start is None else from_start, total, heads,
+        BLOCK_H=HEADS_PER_PROGRAM, FROM_START=from_start is not None, num_warps=1,
+    )  # fmt: skip
+    return to_end, total
+
+
+def make_spans(log_alpha: Tensor, chunks: Chunks, bound: float, max_span: int) -> Spans:
+    """Cut every chunk of every head into spans of at most `max_span` tokens and a log-decay of `bound`."""
+    heads = log_alpha.shape[2]
+    inv_a, rescale = torch.empty_like(log_alpha), torch.empty_like(log_alpha)
+    slots = triton.cdiv(chunks.size, GROUP)
+    starts = torch.empty(chunks.places, slots, heads, device=log_alpha.device, dtype=torch.int32)
+    counts = torch.empty(chunks.places, heads, device=log_alpha.device, dtype=torch.int32)
+    grid = (chunks.places, triton.cdiv(heads, HEADS_PER_PROGRAM))
+    span_kernel[grid](
+        log_alpha, chunks.table, inv_a, rescale, starts, counts, heads, bound, max_span, slots,
+        BLOCK_H=HEADS_PER_PROGRAM, GROUP=GROUP, num_warps=1,
+    )  # fmt: skip
+    return Spans(inv_a, rescale, starts, counts)

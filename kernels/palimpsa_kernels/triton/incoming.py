@@ -1,0 +1,195 @@
+"""What the adjoint that enters at a chunk's end adds to the gradients: linear in it, so matrix products.
+
+With E the incoming adjoint of M, a_t the decay from token t to the chunk's end and likewise for Ibar:
+
+    dv_t += a_t E k_t,    dk_t += a_t E^T v_t,    dlog_alpha_t += a_0 <E, M_0> + sum_{s < t} v_s . (a_s E k_s)
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from palimpsa_kernels.triton.chunks import Chunks
+from palimpsa_kernels.triton.primitives import chunk_bounds, chunk_document, matrix_dtype
+
+BLOCK_T = 64
+HEADS_PER_PROGRAM = 32
+
+
+@triton.jit(do_not_specialize=["tokens", "splits"])
+def incoming_kernel(
+    k, v, beta, to_end, table, adjoints, initial, dv_parts, dbeta_parts, dv, dbeta, dk_parts, inner,
+    tokens, splits, H, G,
+    stride_k, stride_v, stride_beta,
+    K: tl.constexpr, V: tl.constexpr, PARTS_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, IMPORTANCE: tl.constexpr, BEFORE: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    OPERAND: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    STATES: tl.constexpr = 2 if IMPORTANCE else 1
+    # BEFORE: the roles are q, dy and the states before the chunks instead of k, v and the incoming adjoints.
+    chunk = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(2) // splits
+    split = tl.program_id(2) % splits
+    start, end = chunk_bounds(table, chunk)
+    document, first = chunk_document(table, chunk)
+    base = start + tl.program_id(1) * BLOCK_T
+    if base < end:
+        t = base + tl.arange(0, BLOCK_T)
+        inside = t < end
+        offs_k = tl.arange(0, BLOCK_K)
+        inside_k = offs_k < K
+        key = tl.load(
+            k + t[:, None] * stride_k + group * K + offs_k[None, :],
+            mask=inside[:, None] & inside_k[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        key_operand = key.to(OPERAND)
+        square_operand = (key * key).to(OPERAND)
+        dk_mean = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
+        dk_importance = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
+        heads_per_group = H // G
+        for h in tl.range(split, heads_per_group, splits, num_stages=STAGES):
+            head = group * heads_per_group + h
+            decay = tl.exp(tl.load(to_end + t * H + head, mask=inside, other=-float("inf")))[:, None]
+            product = tl.zeros([BLOCK_T], tl.float32)
+            for base_v in tl.static_range(0, V, BLOCK_V):
+                offs_v = base_v + tl.arange(0, BLOCK_V)
+                inside_v = offs_v < V
+                mask_v = inside[:, None] & inside_v[None, :]
+                within = head * K * V + offs_k[:, None] * V + offs_v[None, :]
+                mask = inside_k[:, None] & inside_v[None, :]
+                if BEFORE:
+                    adjoint = tl.load(
+                        adjoints + (chunk - 1) * STATES * H * K * V + within, mask=mask & (first == 0), other=0.0
+                    )
+                    if HAS_INITIAL:
+                        given = initial + document * STATES * H * K * V + within
+                        adjoint += tl.load(given, mask=mask & (first == 1), other=0.0)
+                    adjoint = adjoint.to(OPERAND)
+                else:
+                    tile = chunk * STATES * H * K * V + within
+                    adjoint = tl.load(adjoints + tile, mask=mask, other=0.0).to(OPERAND)
+                value = tl.load(
+                    v + t[:, None] * stride_v + head * V + offs_v[None, :], mask=mask_v, other=0.0
+                ).to(tl.float32)  # fmt: skip
+                dv_tile = tl.dot(key_operand, adjoint, input_precision="tf32x3") * decay
+                dk_mean = tl.dot((value * decay).to(OPERAND), tl.trans(adjoint), dk_mean, input_precision="tf32x3")
+                product += tl.sum(value * dv_tile, axis=1)
+                at = (t[:, None] * H + head) * V + offs_v[None, :]
+                at_parts = (t[:, None] * H + head) * PARTS_K * V + offs_v[None, :]
+                if not BEFORE:
+                    for part in tl.static_range(PARTS_K):
+                        dv_tile += tl.load(dv_parts + at_parts + part * V, mask=mask_v, other=0.0).to(tl.float32)
+                    tl.store(dv + at, dv_tile.to(dv.dtype.element_ty), mask=mask_v)
+                if IMPORTANCE:
+                    adjoint = tl.load(adjoints + tile + H * K * V, mask=mask, other=0.0).to(OPERAND)
+                    precision = tl.load(
+                        beta + t[:, None] * stride_beta + head * V + offs_v[None, :], mask=mask_v, other=0.0
+                    ).to(tl.float32)  # fmt: skip
+                    dbeta_tile = tl.dot(square_operand, adjoint, input_precision="tf32x3") * decay
+                    dk_importance = tl.dot(
+                        (precision * decay).to(OPERAND), tl.trans(adjoint), dk_importance, input_precision="tf32x3"
+                    )
+                    product += tl.sum(precision * dbeta_tile, axis=1)
+                    for part in tl.static_range(PARTS_K):
+                        dbeta_tile += tl.load(dbeta_parts + at_parts + part * V, mask=mask_v, other=0.0).to(tl.float32)
+                    tl.store(dbeta + at, dbeta_tile.to(dbeta.dtype.element_ty), mask=mask_v)
+            tl.store(inner + t * H + head, product, mask=inside)
+        dk = dk_mean
+        if IMPORTANCE:
+            dk += 2 * key * dk_importance
+        at = ((split.to(tl.int64) * tokens + t[:, None]) * G + group) * K + offs_k[None, :]
+        tl.store(dk_parts + at, dk, mask=inside[:, None] & inside_k[None, :])
+
+
+@triton.jit
+def decay_gradient_kernel(
+    dlog_alpha_parts, products, inner, outer, table, dlog_alpha, H,
+    PARTS: tl.constexpr, BLOCK_P: tl.constexpr, PRODUCTS: tl.constexpr, STATES: tl.constexpr, BLOCK_H: tl.constexpr,
+    OUTER: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    inside = h < H
+    start, end = chunk_bounds(table, chunk)
+    if start < end:
+        gradient = tl.zeros([BLOCK_H], tl.float32)
+        for kind in tl.static_range(STATES):
+            for part in range(PRODUCTS):
+                at = ((chunk * STATES + kind) * H + h) * PRODUCTS + part
+                gradient += tl.load(products + at, mask=inside, other=0.0)
+        offs_p = tl.arange(0, BLOCK_P)
+        for i in tl.range(0, (end - start).to(tl.int32), num_stages=4):
+            at = (start + i) * H + h
+            parts = tl.load(
+                dlog_alpha_parts + at[:, None] * PARTS + offs_p[None, :],
+                mask=inside[:, None] & (offs_p < PARTS)[None, :], other=0.0,
+            )  # fmt: skip
+            tl.store(dlog_alpha + at, gradient + tl.sum(parts, axis=1), mask=inside)
+            gradient += tl.load(inner + at, mask=inside, other=0.0)
+        if OUTER:
+            gradient = tl.zeros([BLOCK_H], tl.float32)
+            for i in range(0, (end - start).to(tl.int32)):
+                at = (end - 1 - i) * H + h
+                gradient += tl.load(outer + at, mask=inside, other=0.0)
+                tl.store(dlog_alpha + at, tl.load(dlog_alpha + at, mask=inside, other=0.0) + gradient, mask=inside)
+
+
+def add_incoming(
+    k: Tensor, v: Tensor, beta: Tensor | None, to_end: Tensor, chunks: Chunks, adjoints: Tensor,
+    dv_parts: Tensor, dbeta_parts: Tensor | None, dk: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Sum the parts of dv and dbeta [B, T, H, parts, V] and the share of the incoming adjoints.
+
+    dk [splits, B, T, G, K] fp32 takes the share of the group's heads in `splits` parts.
+
+    Returns:
+        dv and dbeta [B, T, H, V] in v's dtype, and v_t . dv_t + beta_t . dbeta_t of the share [B, T, H] fp32.
+    """
+    parts_k = dv_parts.shape[3]
+    dv = dv_parts if parts_k == 1 else torch.zeros(v.shape, device=v.device, dtype=v.dtype)
+    dbeta = dv if dbeta_parts is None else dbeta_parts if parts_k == 1 else torch.zeros_like(dv)
+    inner = torch.empty_like(to_end)
+    launch_incoming(
+        k, v, beta, to_end, chunks, adjoints, None, dv_parts, dv if dbeta_parts is None else dbeta_parts, dv, dbeta,
+        dk, inner, before=False,
+    )  # fmt: skip
+    return dv.view(v.shape), dbeta.view(v.shape), inner
+
+
+def launch_incoming(
+    k: Tensor, v: Tensor, beta: Tensor | None, decay: Tensor, chunks: Chunks, adjoints: Tensor,
+    initial: Tensor | None, dv_parts: Tensor, dbeta_parts: Tensor, dv: Tensor, dbeta: Tensor, dk: Tensor,
+    inner: Tensor, *, before: bool,
+) -> None:  # fmt: skip
+    """Run `incoming_kernel`; with `before` on the states before the chunks, for what they add to dk and inner alone."""
+    batch, tokens, groups, key_dim = k.shape
+    heads, value_dim = v.shape[2:]
+    block_k = max(16, triton.next_power_of_2(key_dim))
+    block_v = max(16, min(64 if block_k <= 128 else 32, triton.next_power_of_2(value_dim)))
+    splits = len(dk)
+    grid = (chunks.places, triton.cdiv(chunks.size, BLOCK_T), groups * splits)
+    incoming_kernel[grid](
+        k, v, v if beta is None else beta, decay, chunks.table, adjoints, adjoints if initial is None else initial,
+        dv_parts, dbeta_parts, dv, dbeta, dk, inner, batch * tokens, splits, heads, groups,
+        k.stride(1), v.stride(1), v.stride(1) if beta is None else beta.stride(1),
+        K=key_dim, V=value_dim, PARTS_K=dv_parts.shape[3] if dv_parts.dim() == 5 else 1, BLOCK_T=BLOCK_T,
+        BLOCK_K=block_k, BLOCK_V=block_v, IMPORTANCE=beta is not None, BEFORE=before,
+        HAS_INITIAL=initial is not None, OPERAND=matrix_dtype(v.dtype),
+        STAGES=2 if value_dim <= block_v and v.dtype != torch.float32 else 1, num_warps=8,
+    )  # fmt: skip
+
+
+def decay_gradient(
+    dlog_alpha_parts: Tensor, products: Tensor, inner: Tensor, chunks: Chunks, outer: Tensor | None = None
+) -> Tensor:
+    """dlog_alpha [B, T, H]: the parts [B, T, H, parts], the share of the incoming adjoints and, if the parts lack it,
+    of the states before the chunks, `outer` [B, T, H] summed from each token to its chunk's end."""
+    heads, parts = dlog_alpha_parts.shape[2:]
+    dlog_alpha = torch.zeros_like(inner)
+    decay_gradient_kernel[(chunks.places, triton.cdiv(heads, HEADS_PER_PROGRAM))](
+        dlog_alpha_parts, products, inner, inner if outer is None else outer, chunks.table, dlog_alpha, heads,
+        PARTS=parts, BLOCK_P=triton.next_power_of_2(parts), PRODUCTS=products.shape[3], STATES=products.shape[1],
+        BLOCK_H=HEADS_PER_PROGRAM, OUTER=outer is not None, num_warps=1,
+    )  # fmt: skip
+    return dlog_alpha

@@ -1,0 +1,125 @@
+"""Palimpsa's chunked scan in Triton as one differentiable function.
+
+For the backward pass the inputs and the states at the chunks' ends are kept, 2 K V fp32 a head and chunk; everything
+else is computed anew.
+"""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from palimpsa_kernels.triton.adjoint import elementwise_gradients
+from palimpsa_kernels.triton.chunks import make_chunks
+from palimpsa_kernels.triton.decay import chunk_decays, make_spans
+from palimpsa_kernels.triton.incoming import add_incoming, decay_gradient
+from palimpsa_kernels.triton.readout import readout
+from palimpsa_kernels.triton.states import chunk_states, pass_adjoints, pass_states, to_internal, to_public
+
+SPAN_BOUNDS = {torch.float32: (2.0, 16)}  # log-decay and tokens over which a state is run backwards
+DEFAULT_SPAN_BOUND = (7.0, 256)
+MAX_SPLITS = 8
+SHARING_HEADS = 4
+MAX_CHUNK = 1024  # offsets inside of a chunk are 32 bits wide
+
+
+def tokens_adjacent(x: Tensor) -> Tensor:
+    """x [B, T, ...] with a fixed stride from each token to the next over all rows, and dense tokens."""
+    dense = x[0, 0].is_contiguous() if x.numel() else True
+    return x if dense and (len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1)) else x.contiguous()
+
+
+def default_chunk_size(tokens: int, heads: int) -> int:
+    """Long chunks mean few stored states, short ones enough programs to fill the device."""
+    return min(256, max(64, triton.next_power_of_2(tokens * heads // 8192 + 1) // 2))
+
+
+def loop_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """q and k for the elementwise loops: in fp32, which spares each head the conversion, where heads share them."""
+    return (q.float(), k.float()) if v.shape[2] >= SHARING_HEADS * k.shape[2] else (q, k)
+
+
+class ChunkPalimpsa(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_alpha: Tensor, prior: Tensor,
+        initial_mean: Tensor | None, initial_importance: Tensor | None, cu_seqlens: Tensor | None, scale: float,
+        chunk_size: int | None, output_final_state: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        batch, tokens, heads, value_dim = v.shape
+        q, k, v, beta = (tokens_adjacent(x) for x in (q, k, v, beta))
+        log_alpha, prior = log_alpha.contiguous(), prior.contiguous()
+        chunks = make_chunks(
+            batch, tokens, cu_seqlens, min(chunk_size or default_chunk_size(batch * tokens, heads), MAX_CHUNK), q.device
+        )
+        initial = None
+        if initial_mean is not None and initial_importance is not None:
+            initial = to_internal((initial_mean, initial_importance))
+        final = None
+        if output_final_state:
+            final = torch.empty(chunks.documents, 2, heads, k.shape[3], value_dim, device=q.device)
+
+        to_end, total = chunk_decays(log_alpha, chunks)
+        states = chunk_states(k, v, beta, to_end, chunks)
+        pass_states(states, total, chunks, initial, final)
+        spans = make_spans(log_alpha, chunks, *SPAN_BOUNDS.get(q.dtype, DEFAULT_SPAN_BOUND))
+        y = (torch.empty if cu_seqlens is None else torch.zeros)(v.shape, device=v.device, dtype=v.dtype)
+        readout(*loop_operands(q, k, v), v, beta, log_alpha, spans, prior, scale, states, initial, chunks, y)
+
+        ctx.save_for_backward(q, k, v, beta, log_alpha, prior, states, initial)
+        ctx.chunks, ctx.scale = chunks, scale
+        ctx.set_materialize_grads(False)
+        return y, *(to_public(final) if final is not None else (None, None))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, beta, log_alpha, prior, states, initial = ctx.saved_tensors
+        chunks = ctx.chunks
+        batch, tokens, groups, key_dim = k.shape
+        dy = torch.zeros_like(v) if grads[0] is None else tokens_adjacent(grads[0])
+        final_adjoint = None
+        if grads[1] is not None or grads[2] is not None:
+            shape = (chunks.documents, v.shape[2], v.shape[3], key_dim)
+            final_adjoint = to_internal(tuple(states.new_zeros(shape) if g is None else g for g in grads[1:3]))
+
+        to_end, total = chunk_decays(log_alpha, chunks)
+        spans = make_spans(log_alpha, chunks, *SPAN_BOUNDS.get(q.dtype, DEFAULT_SPAN_BOUND))
+        splits = min(MAX_SPLITS, v.shape[2] // groups)
+        dk_parts = states.new_zeros(1 + splits, batch, tokens, groups, key_dim)
+        own = elementwise_gradients(
+            *loop_operands(q, k, v), v, beta, dy, log_alpha, spans, prior, ctx.scale, states, initial, chunks,
+            dk_parts[0], prior_gradient=ctx.needs_input_grad[5],
+        )  # fmt: skip
+        initial_adjoint, products = pass_adjoints(own.adjoints, states, total, chunks, initial, final_adjoint)
+        dv, dbeta, inner = add_incoming(
+            k, v, beta, to_end, chunks, own.adjoints, own.dv_parts, own.dbeta_parts, dk_parts[1:]
+        )
+        dlog_alpha = decay_gradient(own.dlog_alpha_parts, products, inner, chunks)
+        dk = dk_parts.sum(0).to(k.dtype)
+        dprior = None if own.dprior_parts is None else own.dprior_parts.sum((0, 2))
+        d_initial = (None, None) if initial is None else to_public(initial_adjoint)
+        return own.dq, dk, dv, dbeta, dlog_alpha, dprior, *d_initial, None, None, None, None
+
+
+def chunk_palimpsa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_alpha: Tensor,
+    prior: Tensor,
+    *,
+    scale: float = 1.0,
+    initial_state: tuple[Tensor, Tensor] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    chunk_size: int | None = None,
+) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor]]:
+    """See `palimpsa_kernels.chunk_palimpsa`."""
+    initial_mean, initial_importance = initial_state or (None, None)
+    y, mean, importance = ChunkPalimpsa.apply(
+        q, k, v, beta, log_alpha, prior, initial_mean, initial_importance, cu_seqlens, scale, chunk_size,
+        output_final_state,
+    )  # fmt: skip
+    return (y, (mean, importance)) if output_final_state else y

@@ -1,0 +1,205 @@
+"""States at the chunks' ends: what each chunk adds, by matrix products, and the passing from chunk to chunk.
+
+Internal layout of states: [places, S, H, K, V] fp32, V contiguous; S = 2 (M, Ibar) for Palimpsa, 1 (M) for Mamba2.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from palimpsa_kernels.triton.chunks import Chunks
+from palimpsa_kernels.triton.primitives import INTERPRETED, chunk_bounds, chunk_document
+
+BLOCK_T = 32
+
+
+@triton.jit
+def split(x):
+    """fp32 as the sum of two bf16, within 2^-17."""
+    high = x.to(tl.bfloat16)
+    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def exact_dot(a, b, accumulator, SPLIT: tl.constexpr):
+    """accumulator + a @ b, b in fp32, a in fp32 or the inputs' dtype: within 1e-5, or about as exact as fp32."""
+    if SPLIT:
+        b_high, b_low = split(b)
+        if a.dtype == tl.bfloat16:
+            return tl.dot(a, b_high, tl.dot(a, b_low, accumulator))
+        else:
+            a_high, a_low = split(a)
+            accumulator = tl.dot(a_high, b_low, tl.dot(a_low, b_high, accumulator))
+            return tl.dot(a_high, b_high, accumulator)
+    else:
+        return tl.dot(a.to(tl.float32), b, accumulator, input_precision="tf32x3")
+
+
+@triton.jit
+def chunk_state_kernel(
+    k, v, beta, to_end, table, states, H, heads_per_group, stride_k, stride_v, stride_beta,
+    K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_T: tl.constexpr,
+    IMPORTANCE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    PARTS_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    chunk = tl.program_id(0)
+    head = tl.program_id(1)
+    offs_k = (tl.program_id(2) // PARTS_V) * BLOCK_K + tl.arange(0, BLOCK_K)
+    offs_v = (tl.program_id(2) % PARTS_V) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside_k = offs_k < K
+    inside_v = offs_v < V
+    start, end = chunk_bounds(table, chunk)
+    document, _first = chunk_document(table, chunk)
+    mean = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    importance = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    for base in range(start, end, BLOCK_T):
+        t = base + tl.arange(0, BLOCK_T)
+        inside = t < end
+        key = tl.load(
+            k + t[None, :] * stride_k + (head // heads_per_group) * K + offs_k[:, None],
+            mask=inside[None, :] & inside_k[:, None], other=0.0,
+        )  # fmt: skip
+        decay = tl.exp(tl.load(to_end + t * H + head, mask=inside, other=-float("inf")))
+        at_v = head * V + offs_v[None, :]
+        mask_v = inside[:, None] & inside_v[None, :]
+        value = tl.load(v + t[:, None] * stride_v + at_v, mask=mask_v, other=0.0).to(tl.float32)
+        mean = exact_dot(key, value * decay[:, None], mean, SPLIT)
+        if IMPORTANCE:
+            precision = tl.load(beta + t[:, None] * stride_beta + at_v, mask=mask_v, other=0.0).to(tl.float32)
+            square = key.to(tl.float32) * key.to(tl.float32)
+            importance = exact_dot(square, precision * decay[:, None], importance, SPLIT)
+    STATES: tl.constexpr = 2 if IMPORTANCE else 1
+    tile = states + ((chunk.to(tl.int64) * STATES) * H + head) * K * V + offs_k[:, None] * V + offs_v[None, :]
+    mask = inside_k[:, None] & inside_v[None, :] & (document >= 0)
+    tl.store(tile, mean, mask=mask)
+    if IMPORTANCE:
+        tl.store(tile + H * K * V, importance, mask=mask)
+
+
+@triton.jit(do_not_specialize=["documents"])
+def pass_states_kernel(
+    states, total, first_chunks, initial, final, H, documents,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
+):  # fmt: skip
+    document = tl.program_id(0)
+    row = tl.program_id(1)
+    head = row % H
+    offs = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    inside = offs < SIZE
+    at_document = (document.to(tl.int64) * STATES * H + row) * SIZE + offs
+    state = tl.zeros([BLOCK], tl.float32)
+    if HAS_INITIAL:
+        state += tl.load(initial + at_document, mask=inside, other=0.0)
+    first = tl.load(first_chunks + document).to(tl.int64)
+    count = tl.load(first_chunks + document + 1) - first.to(tl.int32)
+    for i in tl.range(0, count, num_stages=3):
+        tile = states + ((first + i) * STATES * H + row) * SIZE + offs
+        decay = tl.exp(tl.load(total + (first + i) * H + head))
+        state = decay * state + tl.load(tile, mask=inside, other=0.0)
+        tl.store(tile, state, mask=inside)
+    if HAS_FINAL:
+        tl.store(final + at_document, state, mask=inside)
+
+
+@triton.jit(do_not_specialize=["documents"])
+def pass_adjoints_kernel(
+    adjoints, states, total, first_chunks, initial, final_adjoint, initial_adjoint, products, H, documents,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
+):  # fmt: skip
+    document = tl.program_id(0)
+    row = tl.program_id(1)
+    head = row % H
+    block = tl.program_id(2)
+    offs = block * BLOCK + tl.arange(0, BLOCK)
+    inside = offs < SIZE
+    at_document = (document.to(tl.int64) * STATES * H + row) * SIZE + offs
+    if HAS_FINAL:
+        adjoint = tl.load(final_adjoint + at_document, mask=inside, other=0.0)
+    else:
+        adjoint = tl.zeros([BLOCK], tl.float32)
+    first = tl.load(first_chunks + document).to(tl.int64)
+    count = tl.load(first_chunks + document + 1) - first.to(tl.int32)
+    for i in tl.range(0, count, num_stages=3):
+        chunk = first + (count - 1 - i)
+        at = (chunk * STATES * H + row) * SIZE + offs
+        decay = tl.exp(tl.load(total + chunk * H + head))
+        own = tl.load(adjoints + at, mask=inside, other=0.0)
+        before = tl.load(states + at - STATES * H * SIZE, mask=inside & (i + 1 < count), other=0.0)
+        if HAS_INITIAL:
+            before += tl.load(initial + at_document, mask=inside & (i + 1 == count), other=0.0)
+        tl.store(adjoints + at, adjoint, mask=inside)
+        adjoint *= decay
+        product = tl.sum(adjoint * before)
+        tl.store(products + (chunk * STATES * H + row) * tl.num_programs(2) + block, product)
+        adjoint += own
+    tl.store(initial_adjoint + at_document, adjoint, mask=inside)
+
+
+def to_internal(state: tuple[Tensor, ...]) -> Tensor:
+    """Public states [N, H, V, K] to [N, S, H, K, V]."""
+    return torch.stack([x.transpose(-1, -2) for x in state], 1)
+
+
+def to_public(state: Tensor) -> tuple[Tensor, ...]:
+    """[N, S, H, K, V] to S states [N, H, V, K]."""
+    return tuple(x.transpose(-1, -2).contiguous() for x in state.unbind(1))
+
+
+def chunk_states(k: Tensor, v: Tensor, beta: Tensor | None, to_end: Tensor, chunks: Chunks) -> Tensor:
+    """What each chunk adds to the states at its end, [places, S, H, K, V] fp32."""
+    groups, key_dim = k.shape[2:]
+    heads, value_dim = v.shape[2:]
+    block_k = max(16, min(128, triton.next_power_of_2(key_dim)))
+    block_v = max(16, min(64, triton.next_power_of_2(value_dim)))
+    states = to_end.new_empty(chunks.places, 1 if beta is None else 2, heads, key_dim, value_dim)
+    grid = (chunks.places, heads, triton.cdiv(key_dim, block_k) * triton.cdiv(value_dim, block_v))
+    chunk_state_kernel[grid](
+        k, v, v if beta is None else beta, to_end, chunks.table, states, heads, heads // groups,
+        k.stride(1), v.stride(1), v.stride(1) if beta is None else beta.stride(1),
+        K=key_dim, V=value_dim, BLOCK_K=block_k, BLOCK_V=block_v, BLOCK_T=BLOCK_T,
+        IMPORTANCE=beta is not None, SPLIT=v.dtype == torch.bfloat16 and not INTERPRETED, num_warps=8,
+    )  # fmt: skip
+    return states
+
+
+def pass_states(states: Tensor, total: Tensor, chunks: Chunks, initial: Tensor | None, final: Tensor | None) -> None:
+    """Turn what each chunk adds into the state at its end, in place; `final` [N, S, H, K, V] is written if given."""
+    kinds, heads, key_dim, value_dim = states.shape[1:]
+    size = key_dim * value_dim
+    block = min(1024, triton.next_power_of_2(size))
+    grid = (chunks.documents, kinds * heads, triton.cdiv(size, block))
+    pass_states_kernel[grid](
+        states, total, chunks.first_chunks, states if initial is None else initial, states if final is None else final,
+        heads, chunks.documents, SIZE=size, BLOCK=block, STATES=kinds,
+        HAS_INITIAL=initial is not None, HAS_FINAL=final is not None, num_warps=4,
+    )  # fmt: skip
+
+
+def pass_adjoints(
+    adjoints: Tensor,
+    states: Tensor,
+    total: Tensor,
+    chunks: Chunks,
+    initial: Tensor | None,
+    final_adjoint: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Turn each chunk's own adjoint of the state before it into the adjoint that enters at its end, in place.
+
+    Returns the adjoint of the initial states [N, S, H, K, V], and of each chunk the product of the state before it
+    with its decayed incoming adjoint, in parts [places, S, H, parts].
+    """
+    kinds, heads, key_dim, value_dim = states.shape[1:]
+    size = key_dim * value_dim
+    block = min(1024, triton.next_power_of_2(size))
+    parts = triton.cdiv(size, block)
+    initial_adjoint = states.new_empty(chunks.documents, *states.shape[1:])
+    products = states.new_empty(chunks.places, kinds, heads, parts)
+    pass_adjoints_kernel[(chunks.documents, kinds * heads, parts)](
+        adjoints, states, total, chunks.first_chunks, states if initial is None else initial,
+        states if final_adjoint is None else final_adjoint, initial_adjoint, products, heads, chunks.documents,
+        SIZE=size, BLOCK=block, STATES=kinds,
+        HAS_INITIAL=initial is not None, HAS_FINAL=final_adjoint is not None, num_warps=4,
+    )  # fmt: skip
+    return initial_adjoint, products
