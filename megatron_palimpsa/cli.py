@@ -48,7 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-palimpsa",
         description="Train hybrid state-space models with Palimpsa layers in Megatron-Core.",
-        epilog="Exit codes: 0 complete, 2 wrong input, 3 numerical stop, 75 saved and stopped (start again to go on).",
+        epilog="Exit codes: 0 complete, 1 a checkpoint could not be written, 2 wrong input, 3 numerical stop, "
+        "75 saved and stopped (start again to go on).",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
@@ -164,9 +165,6 @@ def _start_logging() -> None:
     for category in (UserWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=r"megatron\.core\.|torch\.")
     rank = int(os.environ.get("RANK", "0"))
-    logger = logging.getLogger("megatron_palimpsa")
-    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    logger.propagate = False
     progress = logging.StreamHandler(sys.stdout)
     progress.addFilter(lambda record: record.levelno < logging.WARNING)
     progress.setFormatter(logging.Formatter("%(message)s"))
@@ -174,4 +172,8 @@ def _start_logging() -> None:
     problems.setLevel(logging.WARNING)
     prefix = "" if "RANK" not in os.environ else f"rank {rank}: "
     problems.setFormatter(logging.Formatter(f"{prefix}%(levelname)s: %(message)s"))
-    logger.handlers = [progress, problems]
+    for package in ("megatron_palimpsa", "palimpsa_kernels"):
+        logger = logging.getLogger(package)
+        logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+        logger.propagate = False
+        logger.handlers = [progress, problems]

@@ -11,6 +11,8 @@ from megatron_palimpsa.training.console import short_count
 from megatron_palimpsa.training.stages import Source
 
 _GIB = 2**30
+_TOKENS_PER_STATE = 64
+"""About one state is kept for so many tokens of a scan, whichever implementation runs."""
 
 
 def layer_parameters(model: ModelConfig, symbol: str) -> int:
@@ -97,28 +99,32 @@ def _pipeline_stages(model: ModelConfig, pp: int) -> list[str]:
 def _activations(config: StageConfig, size: int) -> float:
     model, tp = config.model, config.parallel.tp
     tokens = config.train.micro_batch_size * model.seq_length
-    residual = model.hidden_size * (4 if model.fp32_residual else size) + model.hidden_size * size
+    residual_size = 4 if model.fp32_residual else size
+    residual = model.hidden_size * (2 * residual_size + size)
     stage = max(_pipeline_stages(model, config.parallel.pp), key=len)
-    inside = [_layer_values(model, symbol) * size / tp for symbol in stage]
+    inside = [_layer_bytes(model, symbol, size) / tp for symbol in stage]
     if config.train.recompute == "full":
-        layers = len(stage) * residual + max(inside)
+        layers = len(stage) * model.hidden_size * residual_size + residual + max(inside)
     else:
         layers = sum(residual + values for values in inside)
     in_flight = min(config.parallel.pp, config.global_batch_size)
     logits = 2 * 4 * model.padded_vocab_size / tp
-    return tokens * (layers * in_flight + logits)
+    return tokens * (layers * in_flight + residual + logits)
 
 
-def _layer_values(model: ModelConfig, symbol: str) -> float:
-    """Values a token leaves for backward inside one layer, before tensor parallelism."""
+def _layer_bytes(model: ModelConfig, symbol: str, size: int) -> float:
+    """What a token leaves for backward inside one layer, before tensor parallelism."""
     if symbol == "*":
-        return 4 * model.hidden_size
+        return 4 * size * model.hidden_size
     if symbol == "-":
-        return 4 * (model.ffn_hidden_size or 0)
-    convolved = model.d_inner + 2 * model.ngroups * model.d_state
-    # Projected, convolved, activated; v and y; the gated norm's input and output.
-    mamba = model.d_inner + 3 * convolved + 4 * model.d_inner
-    return mamba if symbol == "M" else mamba + 3 * model.d_inner
+        return 5 * size * (model.ffn_hidden_size or 0)
+    inner, keys = model.d_inner, model.ngroups * model.d_state
+    # Around the convolution three times, the values, y and the gated norm's steps, all in float32.
+    mamba = 4 * (3 * (inner + 2 * keys) + 7 * inner) + size * 2 * (inner + keys)
+    states = 4 * inner * model.d_state / _TOKENS_PER_STATE
+    if symbol == "M":
+        return mamba + states
+    return mamba + 4 * inner + size * (inner + model.beta_rank) + 4 * states
 
 
 def describe(config: StageConfig, world_size: int, source: Source | None, data: list[str]) -> str:

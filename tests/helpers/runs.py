@@ -115,8 +115,12 @@ class Events:
 
 def train_on_ranks(*arguments: str | Path, ranks: list[Events]) -> list[int]:
     """As `train_in_new_process`, on as many ranks as there are events; -> their exit codes."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["megatron_palimpsa.training.loop"])
+    import torch
+
+    # What Megatron imports may touch CUDA, after which no process may be forked.
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    if context.get_start_method() == "forkserver":
+        context.set_forkserver_preload(["megatron_palimpsa.training.loop"])
     shared = {"WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     environments = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(len(ranks))]
     processes = [
