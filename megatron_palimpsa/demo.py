@@ -82,9 +82,9 @@ def _is_finished(folder: Path) -> bool:
 
 
 def _parts(folder: Path) -> list[Part]:
-    data = Part("text", ("prep", "demo", "--folder", str(folder / "data")), 25)
-    report = Part("report", ("report", str(folder)), 15)
-    seconds = (110, 100, 60)
+    data = Part("text", ("prep", "demo", "--folder", str(folder / "data")), 20)
+    report = Part("report", ("report", str(folder)), 9)
+    seconds = (141, 109, 72)
     return [data, *(_stage(name, folder, share) for name, share in zip(_RECIPES, seconds, strict=True)), report]
 
 

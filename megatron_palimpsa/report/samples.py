@@ -7,12 +7,16 @@ from pathlib import Path
 
 from palimpsa_data.instruct import prompt
 
-_INSTRUCTIONS = (
-    "What does the function dumps of Python's module json do?",
-    "What does the function copytree of Python's module shutil do?",
-    "What does the Python reference manual say under the heading 'The \"while\" statement'?",
-)
-_MAX_NEW_TOKENS = 64
+_PROMPTS = {
+    text: prompt(text)
+    for text in (
+        "What does the function dumps of Python's module json do?",
+        "What does the function copytree of Python's module shutil do?",
+    )
+}
+_PROMPTS |= {text: text for text in ("def main(", "The default value is")}
+_MAX_NEW_TOKENS = 48
+TEMPERATURE, TOP_P = 0.7, 0.9
 
 
 @dataclass(frozen=True)
@@ -22,10 +26,15 @@ class Sample:
 
 
 def generate_samples(stage: Path) -> list[Sample]:
-    """The likeliest answers of the model in a stage's folder to fixed instructions."""
+    """What the model in a stage's folder says to two instructions and how it goes on with two beginnings; sampled."""
     from megatron_palimpsa.training.generate import generate_text
 
     return [
-        Sample(text, generate_text(stage, prompt(text), max_new_tokens=_MAX_NEW_TOKENS, temperature=0.0).strip())
-        for text in _INSTRUCTIONS
+        Sample(
+            shown,
+            generate_text(
+                stage, text, max_new_tokens=_MAX_NEW_TOKENS, temperature=TEMPERATURE, top_p=TOP_P, seed=seed
+            ).strip(),
+        )
+        for seed, (shown, text) in enumerate(_PROMPTS.items())
     ]

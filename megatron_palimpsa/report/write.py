@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_palimpsa.config import ConfigError, StageConfig, load_stage
-from megatron_palimpsa.report.samples import Sample
+from megatron_palimpsa.report.samples import TEMPERATURE, TOP_P, Sample
 from megatron_palimpsa.report.stages import StageSummary, read_stage, summarize
 from megatron_palimpsa.report.table import format_table
 from megatron_palimpsa.training.run_folder import RunFolder
@@ -93,7 +93,8 @@ def _markdown(rows: Sequence[StageSummary], samples: Sequence[Sample], longest: 
     parts = ["# Report", format_table(rows), "Losses are nats a token; tokens/s count the time in training steps."]
     for name, caption in _PICTURES.items():
         parts.append(f"{caption.format(longest=longest)}\n\n![{name}]({name})")
-    parts += ["## Generated", f"```text\n{_sample_lines(samples)}\n```"]
+    parts += [f"## Generated\n\nSampled at temperature {TEMPERATURE} from the likeliest {TOP_P} of the mass."]
+    parts += [f"```text\n{_sample_lines(samples)}\n```"]
     return "\n\n".join(parts) + "\n"
 
 
