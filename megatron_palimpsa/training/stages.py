@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from palimpsa_data.files import sha256_file
+
 from megatron_palimpsa.config import ConfigError, StageConfig, load_stage
 from megatron_palimpsa.training.checkpoint_state import require_same_model
 from megatron_palimpsa.training.run_folder import RunFolder
@@ -38,13 +40,21 @@ def find_source(config: StageConfig) -> Source | None:
     if not checkpoint.is_dir():
         raise ConfigError(f"{key}: its last checkpoint {checkpoint} is missing")
     require_same_model(checkpoint, config.model)
-    there = load_stage(folder.config).model
-    if config.init_from.load == "weights+optimizer" and there.train_prior != config.model.train_prior:
+    there = load_stage(folder.config)
+    _check_same_tokenizer(Path(there.data.tokenizer), Path(config.data.tokenizer), key)
+    prior = (config.model.train_prior, there.model.train_prior)
+    if config.init_from.load == "weights+optimizer" and prior[0] != prior[1]:
         raise ConfigError(
-            f"{key}: model.train_prior={config.model.train_prior} (there {there.train_prior}) changes which parameters "
-            f"have optimizer moments; set init_from.load=weights"
+            f"{key}: model.train_prior={prior[0]} (there {prior[1]}) changes which parameters have optimizer moments; "
+            f"set init_from.load=weights"
         )
     return Source(checkpoint, config.init_from.load)
+
+
+def _check_same_tokenizer(there: Path, here: Path, key: str) -> None:
+    """Weights know the ids of one tokenizer. One that is no longer where it was cannot be compared."""
+    if there.is_file() and here.is_file() and sha256_file(there) != sha256_file(here):
+        raise ConfigError(f"{key}: was trained with the tokenizer {there}, which is not data.tokenizer={here}")
 
 
 def _stage_folder(config: StageConfig, stage: str) -> Path:

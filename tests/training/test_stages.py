@@ -96,6 +96,16 @@ def test_moments_need_the_same_trained_parameters(runs):
     assert "model.train_prior=True (there False)" in message
 
 
+def test_another_tokenizer_is_refused_wherever_it_lies(runs, monkeypatch):
+    monkeypatch.chdir(runs)
+    (runs / "tokenizer.model").write_bytes(b"one")
+    (runs / "moved.model").write_bytes(b"one")
+    (runs / "other.model").write_bytes(b"two")
+    assert find_source(stage(runs, data={"tokenizer": "moved.model"}))
+    message = refusal(stage(runs, data={"tokenizer": "other.model"}))
+    assert "was trained with the tokenizer tokenizer.model, which is not data.tokenizer=other.model" in message
+
+
 def test_damaged_marker(runs):
     (runs / "before" / "STAGE_COMPLETE").write_text(json.dumps({"checkpoint": "x"})[:-3])
     assert "not readable as the marker" in refusal(stage(runs))
