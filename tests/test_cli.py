@@ -41,6 +41,9 @@ finally:
 """
 
 
+_ANSWER = _HELP.replace("main(sys.argv[1:])", "sys.exit(main(sys.argv[1:]))")
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
 def test_help_answers_in_under_a_second_without_torch(arguments):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -57,7 +60,7 @@ def test_complete_stage_answers_without_torch(stage, tmp_path):
     folder.path.mkdir(parents=True)
     folder.write_marker({"steps": 8, "tokens": 512, "seconds": 3.0})
     answer = subprocess.run(
-        [sys.executable, "-c", _HELP.replace("main(sys.argv[1:])", "sys.exit(main(sys.argv[1:]))"), "train", stage],
+        [sys.executable, "-c", _ANSWER, "train", stage],
         capture_output=True,
         text=True,
         check=False,
@@ -167,6 +170,14 @@ def test_dry_run_prints_the_plan_and_starts_nothing(capsys, stage, tmp_path):
     ):
         assert part in plan
     assert not (tmp_path / "runs").exists()
+
+
+def test_dry_run_and_wrong_input_answer_without_torch(stage):
+    for arguments, code in ((["--dry-run"], 0), (["model.vocab_size=100"], 2), (["data.train_blend=absent"], 2)):
+        answer = subprocess.run(
+            [sys.executable, "-c", _ANSWER, "train", stage, *arguments], capture_output=True, text=True, check=False
+        )
+        assert answer.returncode == code, answer.stderr
 
 
 def test_interrupt_is_130_without_a_traceback(capsys, stage, monkeypatch):

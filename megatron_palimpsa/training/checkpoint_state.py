@@ -16,9 +16,12 @@ def read_state(path: Path) -> dict[str, Any]:
     """Content of the `state.json` of the checkpoint `path`.
 
     Raises:
-        ConfigError: it was written by another version.
+        ConfigError: it was written by another version, or cannot be read.
     """
-    state = json.loads((path / files.STATE).read_text())
+    try:
+        state = json.loads((path / files.STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"checkpoint {path} is damaged: {error}") from None
     if state["format_version"] != FORMAT_VERSION:
         raise ConfigError(
             f"{path}: checkpoint format {state['format_version']}, this version reads format {FORMAT_VERSION}"

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from palimpsa_data import DataError
 from palimpsa_data.files import json_sha256, sha256_file
 from palimpsa_data.packing import BestFitPacking, ConcatPacking, Packing, Segment
@@ -138,6 +137,8 @@ class _Row:
         self._ends.append(end)
 
     def batch(self) -> Batch:
+        import torch  # late: all checks of the data, and the dry run, do without
+
         return Batch(
             tokens=torch.from_numpy(self._tokens)[None],
             labels=torch.from_numpy(self._labels)[None],

@@ -10,7 +10,6 @@ from megatron_palimpsa.engine.flops import train_flops_per_token
 from megatron_palimpsa.training.console import short_count
 from megatron_palimpsa.training.stages import Source
 
-_GIB = 2**30
 _TOKENS_PER_STATE = 64
 """About one state is kept for so many tokens of a scan, whichever implementation runs."""
 
@@ -150,14 +149,22 @@ def describe(config: StageConfig, world_size: int, source: Source | None, data: 
         f"schedule       lr {optimizer.lr:g}, {optimizer.warmup_steps} warm-up steps, {optimizer.schedule} to "
         f"{optimizer.lr if optimizer.schedule == 'constant' else optimizer.min_lr:g}",
         *(f"{'data' if index == 0 else '':<14} {line}" for index, line in enumerate(data)),
-        f"memory a rank  about {memory.total / _GIB:.2f} GiB: weights {memory.weights / _GIB:.2f}, "
-        f"gradients {memory.gradients / _GIB:.2f}, optimizer {memory.optimizer / _GIB:.2f}, "
-        f"activations {memory.activations / _GIB:.2f} (these within a factor of two)",
+        f"memory a rank  about {_size(memory.total)}: weights {_size(memory.weights)}, "
+        f"gradients {_size(memory.gradients)}, optimizer {_size(memory.optimizer)}, "
+        f"activations {_size(memory.activations)} (these within a factor of two)",
         f"checkpoints    every {config.checkpoint.interval:,} steps, {config.checkpoint.keep} kept, about "
-        f"{checkpoint_bytes(model) / 1e9:.3g} GB each",
+        f"{_size(checkpoint_bytes(model))} each",
     ]
     return "\n".join(lines)
 
 
 def _start(source: Source | None) -> str:
     return "random weights" if source is None else f"{source.load} of {source.checkpoint}"
+
+
+def _size(count: int) -> str:
+    """1500000 -> 1.5 MB."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1e3:.3g} kB"

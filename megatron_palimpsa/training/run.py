@@ -5,19 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from typing import TYPE_CHECKING
 
 from megatron_palimpsa.config import StageConfig, check_stage
 from megatron_palimpsa.training import plan
 from megatron_palimpsa.training.console import clock
+from megatron_palimpsa.training.data import StageData
 from megatron_palimpsa.training.exit_codes import ExitCode
 from megatron_palimpsa.training.run_folder import RunFolder
 from megatron_palimpsa.training.stages import Source, find_source
 from megatron_palimpsa.training.stop import StopControl
 from megatron_palimpsa.training.wandb_log import check_installed
-
-if TYPE_CHECKING:
-    from megatron_palimpsa.training.data import StageData
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +68,6 @@ def dry_run(config: StageConfig) -> str:
 
 
 def _check_inputs(config: StageConfig, folder: RunFolder) -> tuple[Source | None, StageData]:
-    # What needs torch comes late: a complete stage and most wrong input answer at once.
-    from megatron_palimpsa.training.data import StageData
-
     check_installed(config)
     source = find_source(config)
     data = StageData(config)
