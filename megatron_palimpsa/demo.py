@@ -48,12 +48,17 @@ class Part:
     stage: RunFolder | None = None
     total_steps: int = 0
 
+    @property
+    def is_done(self) -> bool:
+        """A stage by its marker alone; the other parts look for themselves what is left to do."""
+        return self.stage is not None and self.stage.marker.exists()
+
     def fraction_done(self) -> float:
         """Of a stage, by its records; other parts are short."""
+        if self.is_done:
+            return 1.0
         if self.stage is None:
             return 0.0
-        if self.stage.marker.exists():
-            return 1.0
         steps = [record["step"] for record in read_records(self.stage.metrics)]
         return max(steps, default=0) / self.total_steps
 
@@ -103,7 +108,7 @@ def _stage(name: str, folder: Path, seconds: float) -> Part:
 def _run_parts(parts: Sequence[Part], lock: int) -> int:
     progress = _Progress(parts)
     for number, part in enumerate(parts, 1):
-        if part.fraction_done() == 1.0:
+        if part.is_done:
             print(f"[{number}/{len(parts)}] {part.title}: done before", flush=True)
             continue
         print(f"[{number}/{len(parts)}] {part.title} ({progress.text(part)})", flush=True)
@@ -144,7 +149,7 @@ class _Progress:
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
-        self._finished = {part.title for part in parts if part.fraction_done() == 1.0}
+        self._finished = {part.title for part in parts if part.is_done}
         self._start = time.monotonic()
         self._done_before = self._done()
 

@@ -1,6 +1,7 @@
 """The demo's order, skipping and stopping, with `helpers.fake_demo_cli` in place of the real commands."""
 
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_palimpsa import demo
-from megatron_palimpsa.config import ConfigError
+from megatron_palimpsa.config import ConfigError, load_stage
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -106,6 +107,17 @@ def test_a_failing_stage_stops_the_demo_which_then_goes_on_from_it(tiny: Demo, w
     assert tiny.take_calls() == ["prep", *STAGES[:2]]
     assert tiny.run()[0] == 0
     assert tiny.take_calls() == ["prep", *STAGES[1:], "report"]
+
+
+def test_a_stage_killed_between_its_last_step_and_its_marker_goes_on(tiny: Demo) -> None:
+    assert tiny.run()[0] == 0
+    (tiny.folder / "continue-pretraining" / "STAGE_COMPLETE").unlink()
+    config = load_stage(tiny.folder / "continue-pretraining" / "config.yaml")
+    last = json.dumps({"kind": "train", "step": config.total_steps, "tokens": 1, "loss": 1.0})
+    (tiny.folder / "continue-pretraining" / "metrics.jsonl").write_text(last + "\n")
+    tiny.take_calls()
+    tiny.run()
+    assert tiny.take_calls()[:2] == ["prep", STAGES[0]]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

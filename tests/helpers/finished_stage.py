@@ -15,7 +15,7 @@ def write_finished_stage(
 ) -> None:
     """Losses fall evenly from `first_loss` to `last_loss`; 500 tokens/s, 250 in the second half; 300 MiB."""
     run = RunFolder(config.folder)
-    run.path.mkdir(parents=True)
+    run.path.mkdir(parents=True, exist_ok=True)
     save_resolved(config, run.config)
     records: list[dict[str, Any]] = []
     for step in range(0, steps + 1, 10):
