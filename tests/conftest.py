@@ -1,8 +1,15 @@
 """Fixtures that tests of several parts share."""
 
+import os
+
 import pytest
+import torch
 from helpers.runs import make_data
 from hypothesis import settings
+
+# Without a CUDA device Triton's kernels run under its interpreter, chosen before any test module imports Triton.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # On a shared machine an example may take any time.
 settings.register_profile("no-deadline", deadline=None)
