@@ -128,6 +128,8 @@ class TrainConfig:
     stop_after_minutes: PositiveFloat | None = None
     max_grad_norm_ratio: PositiveFloat | None = 100.0
     """A step whose gradient norm exceeds this multiple of the running median is skipped and counted; None: no bound."""
+    max_loss_rise: PositiveFloat | None = 5.0
+    """So is one whose loss lies more nats above the running median; None: no bound."""
     max_bad_steps: Positive = 10
     """Skipped steps in a row after which the run stops (exit code 3)."""
 

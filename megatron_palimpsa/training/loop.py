@@ -61,7 +61,8 @@ class _Run:
         self.valid_batches = data.valid_batches()
         self.stop = stop
         self.engine: Engine = MegatronEngine(config)
-        self.guard = StepGuard(config.train.max_grad_norm_ratio, config.train.max_bad_steps)
+        train = config.train
+        self.guard = StepGuard(train.max_grad_norm_ratio, train.max_loss_rise, train.max_bad_steps)
         self.saved_step: int | None = None
         self.progress = self._resume() or self._start(source)
         self.log = RunLog(config, folder, self.engine, self.saved_step)

@@ -32,6 +32,7 @@ _FREE_KEYS = {
     "train.stop_at_tokens",
     "train.stop_after_minutes",
     "train.max_grad_norm_ratio",
+    "train.max_loss_rise",
     "train.max_bad_steps",
 }
 
