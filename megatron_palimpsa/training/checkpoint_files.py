@@ -81,7 +81,7 @@ def latest_intact(folder: Path) -> Path | None:
     """The checkpoint that `latest` names or the newest intact one before it; warns about each passed over."""
     candidates = _steps(folder)
     try:
-        named = folder / (folder / LATEST).read_text().strip()
+        named = folder / (folder / LATEST).read_text(errors="replace").strip()
     except FileNotFoundError:
         named = None
         if candidates:
@@ -112,7 +112,7 @@ def _step(path: Path) -> int:
 def _fault(path: Path) -> str | None:
     """What is wrong with a checkpoint; None if every file is as it was saved."""
     try:
-        if (path / COMPLETE).read_text() != _sha256(path / MANIFEST):
+        if (path / COMPLETE).read_bytes() != _sha256(path / MANIFEST).encode():
             return f"{MANIFEST} does not match {COMPLETE}"
         manifest = json.loads((path / MANIFEST).read_text())
         for name, expected in manifest.items():
@@ -122,4 +122,6 @@ def _fault(path: Path) -> str | None:
                 return f"{name} does not match its checksum"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
+    except OSError as error:
+        return f"{Path(error.filename or path).name} cannot be read: {error.strerror}"
     return None

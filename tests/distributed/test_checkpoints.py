@@ -27,7 +27,8 @@ DP2: dict[str, Any] = {}
 def stage(layout: dict[str, Any], world_size: int, precision: str = "fp32") -> StageConfig:
     return tiny_stage(
         world_size,
-        model={"pattern": "MP*-PM", "init_std": 0.2},
+        # Five layers: two pipeline stages hold three and two of them.
+        model={"pattern": "MP*|-P", "init_std": 0.2},
         train={"global_batch_tokens": 128, "tokens": 25600, "precision": precision},
         optimizer={"lr": 1e-3},
         parallel=layout,

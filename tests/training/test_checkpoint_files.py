@@ -1,3 +1,5 @@
+import hashlib
+import json
 import logging
 from pathlib import Path
 
@@ -61,6 +63,20 @@ def rewrite_manifest(path: Path) -> None:
     (path / "manifest.json").write_text("{}")
 
 
+def garble_marker(path: Path) -> None:
+    (path / "COMPLETE").write_bytes(b"\xff\xfe\x00")
+
+
+def make_unreadable(path: Path) -> None:
+    """Root reads everything, but nobody reads a folder as a file."""
+    (path / "shard.distcp").unlink()
+    (path / "shard.distcp").mkdir()
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["shard.distcp"]["bytes"] = (path / "shard.distcp").stat().st_size
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "COMPLETE").write_text(hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest())
+
+
 def remove_all(path: Path) -> None:
     for file in path.iterdir():
         file.unlink()
@@ -74,6 +90,8 @@ DAMAGES = {
     remove_file: "shard.distcp is missing",
     change_state: "state.json",
     rewrite_manifest: "manifest.json does not match",
+    garble_marker: "manifest.json does not match COMPLETE",
+    make_unreadable: "shard.distcp cannot be read: Is a directory",
     remove_all: "not there",
 }
 
@@ -103,6 +121,15 @@ def test_missing_pointer_is_replaced_by_the_newest(tmp_path: Path, caplog) -> No
     (tmp_path / "latest").unlink()
     assert files.latest_intact(tmp_path) == tmp_path / "step-10"
     assert "latest is missing" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"step-99"])
+def test_pointer_that_names_nothing_gives_the_newest(tmp_path: Path, caplog, content: bytes) -> None:
+    for step in (9, 10):
+        write(tmp_path, step)
+    (tmp_path / "latest").write_bytes(content)
+    assert files.latest_intact(tmp_path) == tmp_path / "step-10"
+    assert "which is not there" in caplog.text
 
 
 def test_pointer_rules_over_later_steps(tmp_path: Path, caplog) -> None:
