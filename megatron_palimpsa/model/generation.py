@@ -110,7 +110,8 @@ def _check(
         raise ConfigError("the prompt is empty")
     if not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:
         raise ConfigError(f"the prompt holds ids outside of the model's vocabulary of {vocab_size}")
-    if temperature < 0 or top_k < 0 or not 0 < top_p <= 1:
+    # Not "temperature < 0": it would let NaN through.
+    if not (temperature >= 0 and top_k >= 0 and 0 < top_p <= 1):
         raise ConfigError(
             f"sampling needs temperature >= 0, top_k >= 0 and 0 < top_p <= 1, "
             f"not temperature={temperature}, top_k={top_k}, top_p={top_p}"

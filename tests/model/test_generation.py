@@ -124,6 +124,9 @@ def test_a_model_in_training_with_recomputation_generates_the_same_and_stays_in_
         ([61], {}, "vocabulary of 61"),
         ([-1], {}, "vocabulary of 61"),
         ([1], {"temperature": -1.0}, "temperature=-1.0"),
+        ([1], {"temperature": float("nan")}, "temperature=nan"),
+        ([1], {"top_p": float("nan")}, "top_p=nan"),
+        ([1], {"top_k": -1}, "top_k=-1"),
         ([1], {"top_p": 0.0}, "top_p=0.0"),
     ],
 )
