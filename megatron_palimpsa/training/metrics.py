@@ -12,8 +12,8 @@ from typing import Any
 class MetricsFile:
     """`metrics.jsonl`: one flushed line a record; what lies beyond the step resumed from is dropped on opening.
 
-    Kinds: `train` each log interval, `valid` each evaluation, `resume`, `end`; see docs of the run folder. Numbers
-    that are not finite become null.
+    Kinds: `train` each log interval, `valid` each evaluation, `resume`, `end`; `RunLog` writes them. Numbers that are
+    not finite become null.
     """
 
     def __init__(self, path: Path, resumed_step: int | None) -> None:
