@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
+from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -35,12 +35,13 @@ def parse_count(value: Any) -> Any:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|[KMBT]?)", value.strip())
     if match is None:
         raise ValueError(f"expected a count such as 4096, 64Ki, 1.5M or 10B, not {value!r}")
-    return round(float(match[1]) * _SUFFIXES[match[2]])
+    return round(Decimal(match[1]) * _SUFFIXES[match[2]])
 
 
-Count = Annotated[int, BeforeValidator(parse_count), Field(gt=0)]
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
+_LARGEST = 2**63 - 1  # what torch takes for a size or a seed
+Count = Annotated[int, BeforeValidator(parse_count), Field(gt=0, le=_LARGEST)]
+Positive = Annotated[int, Field(gt=0, le=_LARGEST)]
+NonNegative = Annotated[int, Field(ge=0, le=_LARGEST)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -90,7 +91,7 @@ class ModelConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        return math.ceil(self.vocab_size / self.vocab_multiple) * self.vocab_multiple
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def layers(self) -> str:
@@ -212,7 +213,7 @@ class StageConfig:
 
     @property
     def total_steps(self) -> int:
-        return math.ceil(self.train.tokens / self.train.global_batch_tokens)
+        return -(-self.train.tokens // self.train.global_batch_tokens)
 
     def num_microbatches(self, data_parallel_size: int) -> int:
         return self.global_batch_size // (self.train.micro_batch_size * data_parallel_size)
@@ -325,10 +326,10 @@ def stage_from_dict(tree: dict[str, Any], where: str) -> StageConfig:
     try:
         # Through JSON, where strict typing takes mappings for dataclasses and whole numbers for floats.
         return TypeAdapter(StageConfig).validate_json(json.dumps(tree))
-    except TypeError as error:
-        raise ConfigError(f"{where}: {error}") from None
     except ValidationError as error:
         raise ConfigError(_describe(error, where)) from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def to_dict(config: StageConfig) -> dict[str, Any]:
@@ -341,7 +342,12 @@ def save_resolved(config: StageConfig, path: Path) -> None:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML as it is meant: a key given twice is an error, `1e-4` is a number."""
+    """YAML as it is meant: a key given twice or a NUL is an error, `1e-4` is a number, a date is text."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 def _construct_unique(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -352,21 +358,29 @@ def _construct_unique(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[
     return loader.construct_mapping(node, deep=True)
 
 
+def _construct_text(loader: _UniqueKeyLoader, node: yaml.ScalarNode) -> str:
+    if "\0" in node.value:
+        raise ConfigError(f"{node.start_mark.name}, line {node.start_mark.line + 1}: {node.value!r} holds a NUL")
+    return loader.construct_scalar(node)
+
+
 _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_unique)
+_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG, _construct_text)
 _UniqueKeyLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
 )
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    loader = _UniqueKeyLoader(text)
-    loader.name = where
     try:
+        loader = _UniqueKeyLoader(text)
+        loader.name = where
         return loader.get_single_data()
-    except yaml.YAMLError as error:
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
+        # PyYAML lets through what its conversions raise: `!!int x`, an integer of 5000 digits, a thousand brackets.
         raise ConfigError(f"{where}: not valid YAML: {error}") from None
-    finally:
-        loader.dispose()
 
 
 def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:

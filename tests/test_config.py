@@ -147,7 +147,39 @@ def test_missing_sections_and_files(tmp_path):
     (tmp_path / "broken.yaml").write_text("name: [\n")
     assert "not valid YAML" in refusal(tmp_path / "broken.yaml")
     (tmp_path / "date.yaml").write_text(STAGE + "seed: 2020-01-01\n")
-    assert "date" in refusal(tmp_path / "date.yaml")
+    assert "seed='2020-01-01'" in refusal(tmp_path / "date.yaml")
+    (tmp_path / "control.yaml").write_text("name: \0\n")
+    assert "not valid YAML" in refusal(tmp_path / "control.yaml")
+    (tmp_path / "nested.yaml").write_text("[" * 10**4)
+    assert "not valid YAML" in refusal(tmp_path / "nested.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.tokens=" + "9" * 400 + "K", "train.tokens"),
+        ("train.tokens=" + "9" * 400, "train.tokens"),
+        ("seed=" + "9" * 5000, "not valid YAML"),
+        (f"seed={2**63}", "seed="),
+        ("seed=!!int x", "not valid YAML"),
+        ("seed=!!timestamp x", "not valid YAML"),
+        ("seed=&a [*a]", "Circular reference"),
+        ("seed=\ud800", "not valid YAML"),
+        ('data.tokenizer="a\\0b"', "holds a NUL"),
+    ],
+)
+def test_values_that_python_cannot_convert_are_refused(stage_file, override, expected):
+    assert expected in refusal(stage_file, override)
+
+
+def test_large_counts_are_exact(stage_file):
+    config = load_stage(stage_file, ["train.tokens=9007199254740993", "train.global_batch_tokens=1"])
+    assert config.total_steps == 2**53 + 1
+    assert parse_count("9007199254740993") == 2**53 + 1
+
+
+def test_a_date_is_a_name(stage_file):
+    assert load_stage(stage_file, ["name=2026-11-29"]).name == "2026-11-29"
 
 
 def test_base_circle(tmp_path):
