@@ -12,7 +12,7 @@ import json
 import re
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -344,11 +344,6 @@ def save_resolved(config: StageConfig, path: Path) -> None:
 class _UniqueKeyLoader(yaml.SafeLoader):
     """YAML as it is meant: a key given twice or a NUL is an error, `1e-4` is a number, a date is text."""
 
-    yaml_implicit_resolvers: ClassVar = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
 
 def _construct_unique(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     keys = [loader.construct_object(key, deep=True) for key, _ in node.value]
@@ -364,6 +359,10 @@ def _construct_text(loader: _UniqueKeyLoader, node: yaml.ScalarNode) -> str:
     return loader.construct_scalar(node)
 
 
+_UniqueKeyLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_unique)
 _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG, _construct_text)
 _UniqueKeyLoader.add_implicit_resolver(
