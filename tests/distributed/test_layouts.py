@@ -92,3 +92,26 @@ def test_layout_computes_what_one_process_does(
     for name, weight in weights.items():
         # A fifth of what one step moves a weight.
         torch.testing.assert_close(weight, expected.weights[name].value, rtol=0, atol=2e-4, msg=name)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_copies_are_equal_after_twenty_steps(sequence_parallel: bool, two_processes: Workers) -> None:
+    """Copies whose gradients differ drift apart under Adam; a rate at which weights move far shows it."""
+    config = tiny_stage(
+        2,
+        train={"global_batch_tokens": 64, "tokens": 64 * 100},
+        parallel={"tp": 2, "sequence_parallel": sequence_parallel},
+        optimizer={"lr": 1e-2},
+    )
+    runs: list[Run] = two_processes.run(training_runs.train, config, 20)
+    copied = {name for name, share in runs[0].weights.items() if share.split_dim is None}
+    kinds = (
+        "mixer.B_weight",
+        "mixer.conv_C_bias",
+        "mixer.beta_down_weight",
+        "layers.0.norm.weight",
+        "final_norm.weight",
+    )
+    assert all(any(name.endswith(kind) for name in copied) for kind in kinds)
+    unsplit([run.weights for run in runs], tp=2)
+    assert [step.applied for step in runs[0].steps] == [True] * 20

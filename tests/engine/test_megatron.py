@@ -148,6 +148,18 @@ def test_marked_parameters_stay_fp32_in_bf16(distributed: bool) -> None:
     assert any((shard.data != shard.data.bfloat16()).any() for shard in weights.values())
 
 
+@pytest.mark.parametrize(("precision", "distributed"), KINDS)
+def test_dt_starts_in_its_range_behind_all_wrappers(precision: str, distributed: bool) -> None:
+    config = stage(train={"precision": precision}, parallel={"distributed_optimizer": distributed})
+    engine = MegatronEngine(config)
+    weights = {name: shard.data for name, shard in engine.weight_shards().items()}
+    for values in (dict(engine.model[0].named_parameters()), weights):
+        biases = [value for name, value in values.items() if name.endswith("dt_bias")]
+        assert len(biases) == 3
+        dt = torch.nn.functional.softplus(torch.cat(biases))
+        assert config.model.dt_min * (1 - 1e-5) <= dt.min() < dt.max() <= config.model.dt_max * (1 + 1e-5)
+
+
 def test_bf16_follows_fp32() -> None:
     results = {}
     for precision in ("fp32", "bf16"):
