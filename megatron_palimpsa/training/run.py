@@ -53,18 +53,21 @@ def train(config: StageConfig) -> ExitCode:
 def dry_run(config: StageConfig) -> str:
     """Check everything that `train` checks and describe what it would do.
 
+    Without a launcher the plan is for the fewest ranks that the layout takes: it can be made on any machine.
+
     Raises:
         ConfigError: as `train`.
     """
     folder = RunFolder(config.folder)
-    check_stage(config, _world_size())
+    ranks = _world_size() if "WORLD_SIZE" in os.environ else config.parallel.tp * config.parallel.pp
+    check_stage(config, ranks)
     folder.check_config(config)
     source, data = _check_inputs(config, folder)
     sets = [
         f"{item.name}: {100 * item.share:.1f} % of the sequences, {item.tokens:,} tokens, {item.epochs:.2f} epochs"
         for item in data.sources()
     ]
-    return plan.describe(config, _world_size(), source, sets)
+    return plan.describe(config, ranks, source, sets)
 
 
 def _check_inputs(config: StageConfig, folder: RunFolder) -> tuple[Source | None, StageData]:
