@@ -74,7 +74,7 @@ install_project() {
         dev) requirement=".[dev]" ;;
         *) fail "unknown extra '$extra': demo or dev" ;;
     esac
-    echo "set-up: installing $requirement with the versions of constraints.txt (some minutes the first time; 7 GB on Linux)"
+    echo "set-up: installing $requirement with the versions of constraints.txt (some minutes the first time; 6 GB on Linux)"
     rm -f .venv/installed
     : >"$log"
     .venv/bin/python -m pip install --progress-bar off -c constraints.txt -e "$requirement" >>"$log" 2>&1 &
