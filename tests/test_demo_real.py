@@ -17,6 +17,7 @@ GIB = 2**30
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 def test_the_demo_survives_a_kill_learns_in_every_stage_and_is_then_finished(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     process = subprocess.Popen([*COMMAND, str(folder)])
