@@ -80,6 +80,7 @@ def stage_pattern(pattern: str, pp: int) -> str:
 
 
 def mixer_options(model: ModelConfig) -> MixerOptions:
+    """What Megatron's TransformerConfig has no field for."""
     return MixerOptions(
         d_conv=model.d_conv,
         norm_groups=model.norm_groups,

@@ -29,6 +29,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
+        """x [..., hidden_size], any floating dtype -> the same shape in the weight's dtype."""
         normed = F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
         return (normed * self.weight.float()).to(self.weight.dtype)
 

@@ -62,6 +62,7 @@ def read_stage(folder: Path) -> StageRecords:
 
 
 def summarize(stage: StageRecords) -> StageSummary:
+    """The stage's row: its first and last validation, its `end` record and the rate over all of its training."""
     return StageSummary(
         stage=stage.name,
         steps=stage.end["step"],

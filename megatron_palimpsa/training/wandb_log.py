@@ -55,7 +55,8 @@ class WandbLog:
 
 
 def check_installed(config: StageConfig) -> None:
-    """
+    """Refuse a stage that could not log, before it starts.
+
     Raises:
         ConfigError: the stage logs to Weights & Biases but the package is not installed.
     """
