@@ -11,12 +11,16 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import TextIO
+
+_MOST_NEW_TOKENS = 2**20
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit code is that of `training.exit_codes.ExitCode`."""
     options = _parse(arguments)
-    _start_logging()
+    # What `generate` writes to standard output is the text alone.
+    _start_logging(sys.stderr if options.command is _generate else sys.stdout)
     from palimpsa_data import DataError
 
     from megatron_palimpsa.config import ConfigError
@@ -27,6 +31,13 @@ def main(arguments: list[str] | None = None) -> int:
     except (ConfigError, DataError) as error:
         print(f"megatron-palimpsa: error: {error}", file=sys.stderr)
         return ExitCode.WRONG_INPUT
+    except BrokenPipeError:
+        # Whoever read the output has gone; nothing is left to say, at exit neither.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.FILE_FAILED
+    except OSError as error:
+        print(f"megatron-palimpsa: error: {error}", file=sys.stderr)
+        return ExitCode.FILE_FAILED
     except KeyboardInterrupt:
         print("megatron-palimpsa: interrupted; the last checkpoint stays", file=sys.stderr)
         return ExitCode.INTERRUPTED
@@ -40,7 +51,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     if rest and (overrides is None or any(item.startswith("-") for item in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if overrides is not None:
-        overrides += rest
+        options.overrides = [*overrides, *rest]
     return options
 
 
@@ -48,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-palimpsa",
         description="Train hybrid state-space models with Palimpsa layers in Megatron-Core.",
-        epilog="Exit codes: 0 complete, 1 a checkpoint could not be written, 2 wrong input, 3 numerical stop, "
+        epilog="Exit codes: 0 complete, 1 a file could not be written or read, 2 wrong input, 3 numerical stop, "
         "75 saved and stopped (start again to go on).",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -80,7 +91,9 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         description="Train one stage, or go on where it stopped. Under torchrun every rank runs this command.",
     )
     train.add_argument("config", type=Path, metavar="CONFIG", help="the stage's YAML file")
-    train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for instance train.micro_batch_size=2")
+    train.add_argument(
+        "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="for instance train.micro_batch_size=2"
+    )
     train.add_argument("--dry-run", action="store_true", help="print the resolved plan and start nothing")
     train.set_defaults(command=_train)
 
@@ -89,7 +102,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     generate = commands.add_parser("generate", help="continue a text with a trained stage")
     generate.add_argument("folder", type=Path, metavar="STAGE_FOLDER", help="for instance runs/demo/instruct")
     generate.add_argument("prompt", nargs="?", help="the text to continue; standard input where it is left out")
-    generate.add_argument("--max-new-tokens", type=_positive, default=128, metavar="N", help="(%(default)s)")
+    generate.add_argument("--max-new-tokens", type=_token_count, default=128, metavar="N", help="(%(default)s)")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (%(default)s)")
     generate.add_argument("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest; 0: all")
     generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample among the likeliest mass P")
@@ -103,11 +116,11 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     report.set_defaults(command=_report)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
+def _token_count(text: str) -> int:
+    # Attention layers reserve their cache for as many at once.
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_NEW_TOKENS:
+        raise argparse.ArgumentTypeError(f"must be an integer from 1 to {_MOST_NEW_TOKENS}, not {text}")
+    return int(text)
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -137,11 +150,10 @@ def _train(options: argparse.Namespace) -> int:
 def _generate(options: argparse.Namespace) -> int:
     from megatron_palimpsa.training.generate import generate_text
 
-    prompt = sys.stdin.read() if options.prompt is None else options.prompt
     print(
         generate_text(
             options.folder,
-            prompt,
+            _prompt(options.prompt),
             max_new_tokens=options.max_new_tokens,
             temperature=options.temperature,
             top_k=options.top_k,
@@ -152,6 +164,18 @@ def _generate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _prompt(argument: str | None) -> str:
+    """The argument, or standard input; what is not UTF-8 arrives as lone surrogates or not at all."""
+    from megatron_palimpsa.config import ConfigError
+
+    try:
+        prompt = argument if argument is not None else sys.stdin.read() if sys.stdin else ""
+        prompt.encode()
+    except UnicodeError as error:
+        raise ConfigError(f"the prompt is not UTF-8 text: {error}") from None
+    return prompt
+
+
 def _report(options: argparse.Namespace) -> int:
     from megatron_palimpsa import report
 
@@ -159,13 +183,13 @@ def _report(options: argparse.Namespace) -> int:
     return 0
 
 
-def _start_logging() -> None:
-    """Progress to standard output (rank 0 only), warnings and errors to standard error (every rank)."""
+def _start_logging(progress_to: TextIO) -> None:
+    """Progress to one stream (rank 0 only), warnings and errors to standard error (every rank)."""
     # Megatron says at every start that Transformer Engine and Apex, which are not needed, are not there.
     for category in (UserWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=r"megatron\.core\.|torch\.")
     rank = int(os.environ.get("RANK", "0"))
-    progress = logging.StreamHandler(sys.stdout)
+    progress = logging.StreamHandler(progress_to)
     progress.addFilter(lambda record: record.levelno < logging.WARNING)
     progress.setFormatter(logging.Formatter("%(message)s"))
     problems = logging.StreamHandler(sys.stderr)

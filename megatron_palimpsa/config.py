@@ -42,8 +42,9 @@ _LARGEST = 2**63 - 1  # what torch takes for a size or a seed
 Count = Annotated[int, BeforeValidator(parse_count), Field(gt=0, le=_LARGEST)]
 Positive = Annotated[int, Field(gt=0, le=_LARGEST)]
 NonNegative = Annotated[int, Field(ge=0, le=_LARGEST)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_LARGEST_FLOAT = 1e30  # float32 still has room to compute with it
+PositiveFloat = Annotated[float, Field(gt=0, le=_LARGEST_FLOAT, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=_LARGEST_FLOAT, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -190,7 +191,7 @@ class InitFrom:
 class StageConfig:
     """One training stage; its folder is `output_dir/name`."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, Field(max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     output_dir: str
     model: ModelConfig
     data: DataConfig

@@ -1,5 +1,6 @@
 """The command line: quick answers, exit codes, and one clear message for each wrong input before anything starts."""
 
+import errno
 import json
 import resource
 import shutil
@@ -58,7 +59,7 @@ def test_help_answers_in_under_a_second_without_torch(arguments):
 def test_complete_stage_answers_without_torch(stage, tmp_path):
     folder = RunFolder(tmp_path / "runs" / "stage")
     folder.path.mkdir(parents=True)
-    folder.write_marker({"steps": 8, "tokens": 512, "seconds": 3.0})
+    folder.write_marker({"steps": 8, "tokens": 512, "seconds": 3.0, "checkpoint": "checkpoints/step-8"})
     answer = subprocess.run(
         [sys.executable, "-c", _ANSWER, "train", stage],
         capture_output=True,
@@ -193,3 +194,28 @@ def test_interrupt_is_130_without_a_traceback(capsys, stage, monkeypatch):
 
 def test_generate_needs_a_stage(capsys, tmp_path):
     assert "cannot read the configuration" in refusal(capsys, "generate", tmp_path, "text")
+
+
+def test_a_file_that_cannot_be_written_is_one_message(stage, tmp_path, capsys, monkeypatch):
+    def full(self, config):
+        raise OSError(errno.ENOSPC, "No space left on device", str(self.config))
+
+    monkeypatch.setattr(RunFolder, "write_config", full)
+    assert cli.main(["train", str(stage)]) == 1
+    assert capsys.readouterr().err.startswith("megatron-palimpsa: error: [Errno 28] No space left on device: ")
+
+
+def test_readers_that_go_away_leave_no_traceback(stage):
+    command = f"{sys.executable} -m megatron_palimpsa train {stage} --dry-run | true"
+    answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert answer.stderr == ""
+
+
+def test_keeping_more_checkpoints_than_the_stage_has_needs_no_more_space(stage, capsys):
+    assert cli.main(["train", str(stage), "checkpoint.keep=1000000000", "--dry-run"]) == 0
+
+
+def test_the_configuration_is_what_is_missing(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: CONFIG\n")

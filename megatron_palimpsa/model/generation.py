@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
@@ -26,6 +27,7 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     stop_ids: Collection[int] = (),
+    vocab_size: int | None = None,
 ) -> list[int]:
     """Continue a prompt.
 
@@ -40,6 +42,7 @@ def generate(
         top_p: sample among the most probable ids that together reach this probability only.
         seed: of the sampling.
         stop_ids: generation ends when one of them is drawn, and it is not part of the result.
+        vocab_size: choose among the ids below it; None is the model's, which may have more than the tokenizer.
 
     Returns:
         The new ids, without the prompt.
@@ -49,8 +52,8 @@ def generate(
             model's layout is not one to generate under.
     """
     language_model = unwrap(model)
-    vocab_size = language_model.model_config.vocab_size
-    _check(language_model, prompt_ids, vocab_size, temperature, top_k, top_p)
+    vocab_size = min(language_model.model_config.vocab_size, vocab_size or sys.maxsize)
+    _check(language_model, prompt_ids, vocab_size, temperature, top_k, top_p, seed)
     device = next(language_model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     context = StaticInferenceContext(max_batch_size=1, max_sequence_length=len(prompt_ids) + max_new_tokens)
@@ -78,13 +81,14 @@ def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, generat
     """Draw an id from logits [V] fp32 on the CPU; see `generate` for the settings."""
     if temperature == 0.0:
         return int(logits.argmax())
-    logits, ids = (logits / temperature).sort(descending=True, stable=True)
+    logits, ids = logits.sort(descending=True, stable=True)
     if top_k:
         logits, ids = logits[:top_k], ids[:top_k]
-    probabilities = logits.softmax(-1)
+    # In double precision and below zero, where the smallest temperature overflows to -inf, which is a probability of 0.
+    probabilities = ((logits.double() - logits[0]) / temperature).softmax(-1).float()
     # The id that crosses top_p still belongs to the set, so that it is never empty.
     before = probabilities.cumsum(-1) - probabilities
-    kept = probabilities.where(before < top_p, 0.0)
+    kept = probabilities.where((before < top_p) | (before <= 0), 0.0)
     return int(ids[torch.multinomial(kept, 1, generator=generator)])
 
 
@@ -100,7 +104,13 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _check(
-    model: HybridModel, prompt_ids: Sequence[int], vocab_size: int, temperature: float, top_k: int, top_p: float
+    model: HybridModel,
+    prompt_ids: Sequence[int],
+    vocab_size: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
 ) -> None:
     if not (model.pre_process and model.post_process):
         raise ConfigError("generation needs all layers in one process: load the checkpoint with parallel.pp=1")
@@ -116,3 +126,5 @@ def _check(
             f"sampling needs temperature >= 0, top_k >= 0 and 0 < top_p <= 1, "
             f"not temperature={temperature}, top_k={top_k}, top_p={top_p}"
         )
+    if not 0 <= seed < 2**64:
+        raise ConfigError(f"the seed of the sampling must lie in 0 to 2**64 - 1, not {seed}")

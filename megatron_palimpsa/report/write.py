@@ -20,16 +20,20 @@ _PICTURES = {
 }
 
 
-def stages_in(folder: Path) -> list[StageConfig]:
-    """The stages below `folder`, each behind the one that it starts from.
+def stages_in(folder: Path) -> dict[str, StageConfig]:
+    """The stages below `folder` by the names of their folders, each behind the one that it starts from.
 
     Raises:
-        ConfigError: there is none, or one cannot be read.
+        ConfigError: there is none, one cannot be read, or they are of different models.
     """
     found = {path.parent.name: load_stage(path) for path in sorted(folder.glob("*/config.yaml"))}
     if not found:
         raise ConfigError(f"{folder}: holds no stage (a folder with a config.yaml)")
-    return sorted(found.values(), key=lambda config: len(_ancestors(config, found)))
+    layers = {config.model.layers: name for name, config in found.items()}
+    if len(layers) > 1:
+        models = ", ".join(f"{name} has {pattern!r}" for pattern, name in layers.items())
+        raise ConfigError(f"{folder}: holds stages of different models ({models}); give each series its own folder")
+    return dict(sorted(found.items(), key=lambda item: len(_ancestors(item[1], found))))
 
 
 def _ancestors(config: StageConfig, found: dict[str, StageConfig]) -> list[str]:
@@ -45,7 +49,7 @@ def _ancestors(config: StageConfig, found: dict[str, StageConfig]) -> list[str]:
 
 def summaries(folder: Path) -> list[StageSummary]:
     """One row a stage, read without torch."""
-    return [summarize(read_stage(folder / config.name)) for config in stages_in(folder)]
+    return [summarize(read_stage(folder / name)) for name in stages_in(folder)]
 
 
 def build(folder: Path) -> Path:
@@ -57,8 +61,9 @@ def build(folder: Path) -> Path:
     from megatron_palimpsa.report import pictures
     from megatron_palimpsa.report.samples import generate_samples
 
-    configs = stages_in(folder)
-    stages = [read_stage(folder / config.name) for config in configs]
+    named = stages_in(folder)
+    configs = list(named.values())
+    stages = [read_stage(folder / name) for name in named]
     rows = [summarize(stage) for stage in stages]
     longest = max(range(len(stages)), key=lambda index: configs[index].model.seq_length)
     output = folder / "report"
@@ -66,7 +71,7 @@ def build(folder: Path) -> Path:
     pictures.draw_losses(stages, output / "loss.png")
     pictures.draw_loss_by_position(stages[longest], output / "loss-by-position.png")
     pictures.draw_memory(stages, configs[0].model.layers, output / "memory.png")
-    samples = generate_samples(folder / configs[-1].name)
+    samples = generate_samples(folder / stages[-1].name)
     text = _markdown(rows, samples, stages[longest].name)
     (output / "report.md").write_text(text)
     data = {"stages": [row.to_dict() for row in rows], "samples": [vars(sample) for sample in samples]}
@@ -79,7 +84,7 @@ def build(folder: Path) -> Path:
 def is_current(folder: Path) -> bool:
     """Whether the report was finished after every stage in `folder`."""
     report = folder / "report" / "report.json"
-    markers = [RunFolder(folder / config.name).marker for config in stages_in(folder)]
+    markers = [RunFolder(folder / name).marker for name in stages_in(folder)]
     return report.exists() and all(m.exists() and m.stat().st_mtime <= report.stat().st_mtime for m in markers)
 
 

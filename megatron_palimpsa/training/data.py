@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,11 +160,10 @@ class _Blend:
         self.packings = [
             _packing(reader.lengths, config, number, endless=endless) for number, reader in enumerate(self.readers)
         ]
-        rates = [
-            entry.weight / packing.tokens_per_sequence
-            for entry, packing in zip(self.entries, self.packings, strict=True)
-        ]
-        self._interleave = _Interleave(np.array(rates))
+        weights = np.array([entry.weight for entry in self.entries])
+        tokens = np.array([packing.tokens_per_sequence for packing in self.packings])
+        # Relative to the largest, so that no weight is too large or too small to add up.
+        self._interleave = _Interleave(weights / weights.max() / tokens)
         self._seq_length = config.model.seq_length
 
     def _open(self, entry: BlendEntry, config: StageConfig, tokenizer_sha256: str) -> SetReader:
@@ -296,6 +296,6 @@ def _entry(item: Any, folder: Path, where: str) -> BlendEntry:
 
 def _positive(value: Any, key: str, where: str) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:
+    if not number or not 0 < value < math.inf or value > sys.float_info.max:
         raise ConfigError(f"{where}: {key}={value!r} must be a number above 0")
     return float(value)

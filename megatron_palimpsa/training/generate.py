@@ -53,6 +53,7 @@ def generate_text(
             top_p=top_p,
             seed=seed,
             stop_ids=(tokenizer.eod_id,),
+            vocab_size=tokenizer.vocab_size,
         )
     finally:
         parallel.destroy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 
 import torch.distributed as dist
@@ -44,7 +45,7 @@ def train_stage(
         return _Run(config, folder, source, data, stop).train()
     except checkpoint.CheckpointError as error:
         logger.error("%s", error)
-        return ExitCode.SAVE_FAILED
+        return ExitCode.FILE_FAILED
     finally:
         parallel.destroy()
 
@@ -76,8 +77,9 @@ class _Run:
             parallel_state.get_data_parallel_rank(),
             parallel_state.get_data_parallel_world_size(),
         )
-        if progress.first_valid_loss is None:
-            self._evaluate()
+        if progress.first_valid_loss is None and not self._evaluate():
+            return self._give_up(f"the validation loss is {progress.valid_loss}")
+        due = False
         while progress.step < config.total_steps:
             if reason := self.stop.reason(progress.step, progress.tokens, ranks.largest):
                 return self._save_and_stop(str(reason))
@@ -86,12 +88,18 @@ class _Run:
             self._advance(result.loss, result.applied)
             self.log.step(progress, result, self.engine.learning_rate, time.monotonic() - start)
             if self.guard.exhausted:
-                return self._give_up()
+                return self._give_up(
+                    f"{self.guard.in_row} steps in a row were skipped (train.max_bad_steps), the last one for its "
+                    f"{self.guard.last_refusal}"
+                )
             last = progress.step == config.total_steps
-            if last or progress.step % config.train.eval_interval == 0:
-                self._evaluate()
-            if last or progress.step % config.checkpoint.interval == 0:
+            if (last or progress.step % config.train.eval_interval == 0) and not self._evaluate():
+                return self._give_up(f"the validation loss is {progress.valid_loss}")
+            due = due or last or progress.step % config.checkpoint.interval == 0
+            # While steps are refused the weights may be the reason: they must not push out those from before.
+            if due and (last or not self.guard.in_row):
                 self._save()
+                due = False
         return self._finish()
 
     def _resume(self) -> Progress | None:
@@ -136,12 +144,14 @@ class _Run:
         elif ranks.is_main():
             logger.warning("step %d skipped: %s", progress.step, self.guard.last_refusal)
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> bool:
+        """Validate and record; whether the loss is a finite number."""
         validation = validate(self.engine, self.valid_batches)
         self.progress.valid_loss = validation.loss
         if self.progress.first_valid_loss is None:
             self.progress.first_valid_loss = validation.loss
         self.log.valid(self.progress, validation)
+        return math.isfinite(validation.loss)
 
     def _save(self) -> None:
         progress = self.progress
@@ -161,14 +171,12 @@ class _Run:
         self._close()
         return ExitCode.SAVED_AND_STOPPED
 
-    def _give_up(self) -> ExitCode:
+    def _give_up(self, reason: str) -> ExitCode:
         # Not saved: the last checkpoint, from before these steps, is the better place to go on from.
         if ranks.is_main():
             logger.error(
-                "%d steps in a row were skipped (train.max_bad_steps), the last one for its %s; stopping at step %d. "
-                "Checkpoint to go on from: %s",
-                self.guard.in_row,
-                self.guard.last_refusal,
+                "%s; stopping at step %d. Checkpoint to go on from: %s",
+                reason,
                 self.progress.step,
                 "none" if self.saved_step is None else f"step {self.saved_step}",
             )

@@ -37,11 +37,19 @@ class MetricsFile:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """All whole records; a last line cut short by a kill is left out."""
+    """All whole records; what a kill cut short or a crash of the machine garbled is left out."""
     if not path.exists():
         return []
-    lines = path.read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    whole_lines = path.read_bytes().split(b"\n")[:-1]
+    return [record for line in whole_lines if (record := _record(line)) is not None]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and record.keys() >= {"kind", "step"} else None
 
 
 def _records_until(path: Path, step: int) -> list[str]:

@@ -74,7 +74,8 @@ def _check_inputs(config: StageConfig, folder: RunFolder) -> tuple[Source | None
     check_installed(config)
     source = find_source(config)
     data = StageData(config)
-    folder.check_disk_space(plan.checkpoint_bytes(config.model), config.checkpoint.keep)
+    saves = config.total_steps // config.checkpoint.interval + 1
+    folder.check_place(plan.checkpoint_bytes(config.model), min(config.checkpoint.keep, saves))
     return source, data
 
 

@@ -36,6 +36,8 @@ _FREE_KEYS = {
     "train.max_bad_steps",
 }
 
+_MARKER_KEYS = {"steps", "tokens", "seconds", "checkpoint"}
+
 
 class RunFolder:
     """Paths of one stage's folder (`output_dir/name`) and the files that belong to the folder as a whole."""
@@ -55,11 +57,20 @@ class RunFolder:
     def read_marker(self) -> dict[str, Any] | None:
         """What the finished stage noted at its end, or None while it is not complete."""
         try:
-            return json.loads(self.marker.read_text())
-        except FileNotFoundError:
+            marker = json.loads(self.marker.read_text())
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        except ValueError as error:
-            raise ConfigError(f"{self.marker}: not readable as the marker of a complete stage: {error}") from None
+        except (OSError, ValueError) as error:
+            raise self._bad_marker(str(error)) from None
+        if not isinstance(marker, dict) or not marker.keys() >= _MARKER_KEYS:
+            raise self._bad_marker(f"it does not hold {', '.join(sorted(_MARKER_KEYS))}")
+        return marker
+
+    def _bad_marker(self, reason: str) -> ConfigError:
+        return ConfigError(
+            f"{self.marker}: not readable as the marker of a complete stage: {reason}; "
+            f"remove it and train the stage again: it goes on from its last checkpoint"
+        )
 
     def write_marker(self, summary: dict[str, Any]) -> None:
         temporary = self.marker.with_name(".STAGE_COMPLETE.tmp")
@@ -94,15 +105,19 @@ class RunFolder:
                 f"give the stage another name, or remove that folder to start anew"
             )
 
-    def check_disk_space(self, checkpoint_bytes: int, keep: int) -> None:
-        """Refuse a run whose checkpoints will not fit: `keep` of them and the one being written.
+    def check_place(self, checkpoint_bytes: int, keep: int) -> None:
+        """Refuse a folder that cannot be written, or whose disk `keep` checkpoints and the one being written will fill.
 
         Raises:
-            ConfigError: names the free and the needed space.
+            ConfigError: names the folder; the free and the needed space.
         """
         held = len(list(self.checkpoints.glob("step-*"))) if self.has_checkpoints else 0
         needed = checkpoint_bytes * max(keep + 1 - held, 1)
         place = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        if not place.is_dir():
+            raise ConfigError(f"output_dir: {place} is not a folder")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise ConfigError(f"output_dir: nothing can be written to {place}")
         free = shutil.disk_usage(place).free
         if free < needed:
             raise ConfigError(

@@ -29,7 +29,9 @@ def write_finished_stage(
     end = {"kind": "end", "step": steps, "tokens": steps * tokens_per_step, "seconds": 99.0}
     records.append({**end, "peak_memory_bytes": 300 * 2**20})
     run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
-    run.write_marker({"step": steps})
+    run.write_marker(
+        {"steps": steps, "tokens": end["tokens"], "seconds": 99.0, "checkpoint": f"checkpoints/step-{steps}"}
+    )
 
 
 def _by_position(loss: float, config: StageConfig) -> dict[str, Any]:

@@ -109,6 +109,8 @@ class Events:
     """Step -> signal the process sends itself when the optimizer has taken it, before anything of it is written."""
     poison: tuple[int, ...] = ()
     """Steps whose gradients become NaN."""
+    ruin: int | None = None
+    """Step after which every trained weight is NaN."""
     output: Path | None = None
     """File that gets what the process prints."""
 
@@ -166,6 +168,9 @@ def _train(arguments: list[str], environment: dict[str, str], events: Events) ->
             result = super().train_step(batches, accept)
             if handle is not None:
                 handle.remove()
+            if step == events.ruin:
+                for parameter in filter(lambda parameter: parameter.requires_grad, self.model[0].parameters()):
+                    parameter.data.fill_(float("nan"))
             if step in events.signals:
                 os.kill(os.getpid(), events.signals[step])
             return result

@@ -98,6 +98,8 @@ def test_sampling_depends_on_the_seed_alone_and_never_leaves_the_vocabulary():
         (1.0, 0, 0.6, {1, 3}),
         (1.0, 0, 0.4, {1}),
         (1e-4, 0, 1.0, {1}),
+        (5e-324, 0, 1.0, {1}),
+        (1.0, 0, 1e-300, {1}),
     ],
 )
 def test_choice_is_limited_to_the_most_probable(temperature, top_k, top_p, allowed):
@@ -128,6 +130,8 @@ def test_a_model_in_training_with_recomputation_generates_the_same_and_stays_in_
         ([1], {"top_p": float("nan")}, "top_p=nan"),
         ([1], {"top_k": -1}, "top_k=-1"),
         ([1], {"top_p": 0.0}, "top_p=0.0"),
+        ([1], {"seed": 2**64}, "seed of the sampling"),
+        ([40], {"vocab_size": 40}, "vocabulary of 40"),
     ],
 )
 def test_wrong_requests_are_refused(prompt, settings, message):

@@ -1,4 +1,6 @@
+import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from megatron_palimpsa.report import build, samples, write
 from megatron_palimpsa.report.samples import Sample
 from megatron_palimpsa.report.stages import read_stage, summarize
 from megatron_palimpsa.report.table import format_table
+from megatron_palimpsa.training.run_folder import RunFolder
 
 NAMES = ("continue-pretraining", "long-context", "instruct")
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -59,7 +62,22 @@ def test_table_lines_up_and_shows_every_column(finished: Path) -> None:
 
 
 def test_stages_are_ordered_by_what_they_start_from(finished: Path) -> None:
-    assert [config.name for config in write.stages_in(finished)] == list(NAMES)
+    assert list(write.stages_in(finished)) == list(NAMES)
+
+
+def test_a_copied_stage_is_read_from_its_own_folder(finished: Path) -> None:
+    shutil.copytree(finished / "instruct", finished / "instruct-before")
+    metrics = finished / "instruct-before" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"loss": 2.5', '"loss": 2.75'))
+    assert sorted(row.loss_after for row in write.summaries(finished)) == [2.5, 2.75, 4.0, 4.4]
+
+
+def test_stages_of_different_models_are_refused(finished: Path) -> None:
+    config = write.stages_in(finished)["instruct"]
+    other = dataclasses.replace(config, model=dataclasses.replace(config.model, pattern="M"))
+    RunFolder(finished / "instruct").write_config(other)
+    with pytest.raises(ConfigError, match=r"different models .*instruct has 'M'"):
+        build(finished)
 
 
 def test_build_writes_report_data_and_pictures(

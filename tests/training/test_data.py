@@ -275,6 +275,7 @@ def refused(folder: Path, *parts: str, **overrides: Any) -> None:
         ([{"set": "one", "weight": "much"}], ["weight='much'"]),
         ([{"set": "one", "weight": True}], ["weight=True"]),
         ([{"set": "one", "weight": float("nan")}], ["weight=nan"]),
+        ([{"set": "one", "weight": 10**400}], ["weight=1000"]),
         ([{"set": "one", "weight": 1, "epochs": -1}], ["epochs=-1"]),
         ([{"set": 7, "weight": 1}], ["set=7"]),
         (["one"], ["entry 1", "'one'"]),
@@ -345,3 +346,11 @@ def test_more_epochs_than_allowed(folder: Path) -> None:
     entries[1]["epochs"] = 100
     write_blend(folder / "train.yaml", entries)
     StageData(stage(folder, packing="concat"))
+
+
+@pytest.mark.parametrize("weight", [5e-324, 1.7e308])
+def test_the_smallest_and_largest_weights_are_shares_like_others(folder, weight):
+    write_blend(folder / "train.yaml", [{"set": name, "weight": weight} for name in ("one", "two")] * 200)
+    sources = StageData(stage(folder, "concat")).sources()
+    assert sum(source.share for source in sources) == pytest.approx(1)
+    assert all(source.share == pytest.approx(1 / 400, rel=0.01) for source in sources)

@@ -1,5 +1,6 @@
 """Text from a stage folder."""
 
+import io
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,28 @@ def test_sampling_depends_on_the_seed_alone(stage_folder):
 def test_command_reads_the_prompt_from_its_argument(stage_folder, capsys):
     assert cli.main(["generate", str(stage_folder), "abc", "--max-new-tokens", "12"]) == 0
     assert capsys.readouterr().out == generate_text(stage_folder, "abc", max_new_tokens=12) + "\n"
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_chosen(tmp_path, tiny_data):
+    path = write_stage(tmp_path, tiny_data, model={"vocab_size": 1000}, optimizer={"lr": 1e-6, "min_lr": 0.0})
+    assert train_in_new_process(path, "train.stop_at_step=1") == 75
+    text = generate_text(tmp_path / "runs" / "stage", "abc", max_new_tokens=64, temperature=10.0)
+    assert text  # of 64 ids drawn evenly from 1000, all of them below 320
+
+
+@pytest.mark.parametrize("prompt", ["a\udcff", None])
+def test_a_prompt_that_is_not_text_is_wrong_input(stage_folder, capsys, monkeypatch, prompt):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))
+    assert cli.main(["generate", str(stage_folder), *([] if prompt is None else [prompt])]) == 2
+    assert "the prompt is not UTF-8 text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", ["0", "x", "1e3", "99999999999999999999"])
+def test_impossible_numbers_of_tokens_are_refused(stage_folder, capsys, count):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["generate", str(stage_folder), "abc", "--max-new-tokens", count])
+    assert caught.value.code == 2
+    assert "must be an integer from 1 to 1048576" in capsys.readouterr().err
 
 
 def test_unusable_settings_are_wrong_input(stage_folder, capsys):

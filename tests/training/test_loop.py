@@ -178,6 +178,24 @@ def test_too_many_bad_steps_stop_with_3_and_save_nothing(tmp_path, tiny_data):
     assert train_in_new_process(path) == ExitCode.COMPLETE
 
 
+def test_weights_gone_bad_never_complete_and_never_push_out_good_checkpoints(tmp_path, tiny_data):
+    path = write_stage(tmp_path, tiny_data, checkpoint={"interval": 2}, model={"train_prior": True})
+    folder = RunFolder(tmp_path / "runs" / "stage")
+    output = tmp_path / "output"
+    # The step after the checkpoint of step 2 breaks the weights; all later ones are refused.
+    assert train_in_new_process(path, ruin=3, output=output) == ExitCode.NUMERICAL_STOP
+    assert steps_saved(folder) == [2]
+    assert not folder.marker.exists()
+    assert "the validation loss is nan; stopping at step 4. Checkpoint to go on from: step 2" in output.read_text()
+    assert train_in_new_process(path) == ExitCode.COMPLETE
+
+
+def test_a_checkpoint_that_falls_on_a_refused_step_is_made_up_for(tmp_path, tiny_data):
+    path = write_stage(tmp_path, tiny_data)
+    assert train_in_new_process(path, poison=(4,)) == ExitCode.COMPLETE
+    assert steps_saved(RunFolder(tmp_path / "runs" / "stage")) == [5, 8]
+
+
 @pytest.mark.parametrize("load", ["weights", "weights+optimizer"])
 def test_next_stage_takes_the_weights_and_begins_anew(tmp_path, tiny_data, first, load):
     path = write_stage(
@@ -230,5 +248,5 @@ def test_a_checkpoint_that_cannot_be_written_ends_with_a_clear_error(tmp_path, t
         raise checkpoint.CheckpointError("step-4: could not be saved (no space left on the disk)")
 
     monkeypatch.setattr(checkpoint, "save", full)
-    assert cli.main(["train", str(write_stage(tmp_path, tiny_data))]) == ExitCode.SAVE_FAILED
+    assert cli.main(["train", str(write_stage(tmp_path, tiny_data))]) == ExitCode.FILE_FAILED
     assert capsys.readouterr().err.endswith("ERROR: step-4: could not be saved (no space left on the disk)\n")

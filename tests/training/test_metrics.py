@@ -42,6 +42,8 @@ def test_resume_drops_later_records_and_a_torn_line(tmp_path):
         metrics.write("train", step=step, loss=0.1 + step)
     metrics.close()
     with path.open("a") as file:
+        # What a crash of the machine can leave, and a kill.
+        file.write('\0\0\0\n{"kind": "tr\n\n3\n{}\n\xff\n')
         file.write('{"kind": "train", "step": 6, "lo')
     metrics = MetricsFile(path, 3)
     metrics.write("resume", step=3)

@@ -1,5 +1,6 @@
 """The run folder: settings that may change under a run, the lock, the marker and the disk."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,8 @@ from helpers.stages import tiny_stage
 
 from megatron_palimpsa.config import ConfigError, load_stage
 from megatron_palimpsa.training.run_folder import RunFolder
+
+MARKER = {"steps": 3, "tokens": 96, "seconds": 1.5, "checkpoint": "checkpoints/step-3"}
 
 
 @pytest.fixture
@@ -78,7 +81,7 @@ def test_a_run_that_saved_nothing_binds_nobody(folder):
 def test_a_finished_stage_binds_too(folder):
     folder.path.mkdir(parents=True)
     folder.write_config(tiny_stage())
-    folder.write_marker({"steps": 1})
+    folder.write_marker(MARKER)
     with pytest.raises(ConfigError, match="seed=1"):
         folder.check_config(tiny_stage(seed=1))
 
@@ -86,12 +89,33 @@ def test_a_finished_stage_binds_too(folder):
 def test_marker(folder):
     folder.path.mkdir(parents=True)
     assert folder.read_marker() is None
-    folder.write_marker({"steps": 3})
-    assert folder.read_marker() == {"steps": 3}
+    folder.write_marker(MARKER)
+    assert folder.read_marker() == MARKER
     assert [path.name for path in folder.path.iterdir()] == ["STAGE_COMPLETE"]
-    folder.marker.write_text('{"steps"')
-    with pytest.raises(ConfigError, match="STAGE_COMPLETE"):
+
+
+@pytest.mark.parametrize("content", [b"", b'{"steps"', b"{}", b"null", b"3", b'{"steps": 1}', b"\xff\xfe"])
+def test_a_damaged_marker_is_neither_an_end_nor_a_crash(folder, content):
+    folder.path.mkdir(parents=True)
+    folder.marker.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"STAGE_COMPLETE: not readable .* remove it"):
         folder.read_marker()
+
+
+def test_a_marker_that_is_a_folder_is_refused(folder):
+    folder.marker.mkdir(parents=True)
+    with pytest.raises(ConfigError, match="STAGE_COMPLETE: not readable"):
+        folder.read_marker()
+
+
+def test_a_place_where_nothing_can_be_written_is_refused(folder, tmp_path, monkeypatch):
+    (tmp_path / "runs").write_text("a file")
+    assert folder.read_marker() is None
+    with pytest.raises(ConfigError, match="runs is not a folder"):
+        folder.check_place(checkpoint_bytes=8, keep=2)
+    monkeypatch.setattr(os, "access", lambda place, mode: False)
+    with pytest.raises(ConfigError, match="nothing can be written to"):
+        RunFolder(tmp_path / "other").check_place(checkpoint_bytes=8, keep=2)
 
 
 _HOLD = """
@@ -117,12 +141,12 @@ def test_two_processes_do_not_share_a_folder_and_a_killed_one_lets_go(folder):
 
 def test_disk_space_counts_what_is_still_to_be_written(folder, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 75, 25))
-    folder.check_disk_space(checkpoint_bytes=8, keep=2)
+    folder.check_place(checkpoint_bytes=8, keep=2)
     with pytest.raises(ConfigError, match=r"no disk space .* 2.5e-08 GB are free, 2.7e-08 GB needed .*keep=2"):
-        folder.check_disk_space(checkpoint_bytes=9, keep=2)
+        folder.check_place(checkpoint_bytes=9, keep=2)
     (folder.checkpoints / "step-4").mkdir(parents=True)
-    folder.check_disk_space(checkpoint_bytes=12, keep=2)
+    folder.check_place(checkpoint_bytes=12, keep=2)
     (folder.checkpoints / "step-8").mkdir()
     (folder.checkpoints / "step-12").mkdir()
     with pytest.raises(ConfigError):
-        folder.check_disk_space(checkpoint_bytes=26, keep=2)
+        folder.check_place(checkpoint_bytes=26, keep=2)

@@ -22,7 +22,7 @@ def runs(tmp_path):
     state = {"format_version": FORMAT_VERSION, "model": fingerprint(config.model)}
     (folder.checkpoints / "step-4" / STATE).write_text(json.dumps(state))
     folder.write_config(config)
-    folder.write_marker({"checkpoint": "checkpoints/step-4"})
+    folder.write_marker({"steps": 4, "tokens": 256, "seconds": 1.0, "checkpoint": "checkpoints/step-4"})
     return tmp_path
 
 
