@@ -188,7 +188,7 @@ def _start_logging(progress_to: TextIO) -> None:
     # Megatron says at every start that Transformer Engine and Apex, which are not needed, are not there.
     for category in (UserWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=r"megatron\.core\.|torch\.")
-    rank = int(os.environ.get("RANK", "0"))
+    rank = os.environ.get("RANK", "0")
     progress = logging.StreamHandler(progress_to)
     progress.addFilter(lambda record: record.levelno < logging.WARNING)
     progress.setFormatter(logging.Formatter("%(message)s"))
@@ -198,6 +198,6 @@ def _start_logging(progress_to: TextIO) -> None:
     problems.setFormatter(logging.Formatter(f"{prefix}%(levelname)s: %(message)s"))
     for package in ("megatron_palimpsa", "palimpsa_kernels"):
         logger = logging.getLogger(package)
-        logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+        logger.setLevel(logging.INFO if rank == "0" else logging.WARNING)
         logger.propagate = False
         logger.handlers = [progress, problems]

@@ -22,6 +22,8 @@ def read_state(path: Path) -> dict[str, Any]:
         state = json.loads((path / files.STATE).read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"checkpoint {path} is damaged: {error}") from None
+    if not isinstance(state, dict) or "format_version" not in state:
+        raise ConfigError(f"checkpoint {path} is damaged: {files.STATE} does not say its format")
     if state["format_version"] != FORMAT_VERSION:
         raise ConfigError(
             f"{path}: checkpoint format {state['format_version']}, this version reads format {FORMAT_VERSION}"

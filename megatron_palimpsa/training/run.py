@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 
-from megatron_palimpsa.config import StageConfig, check_stage
+from megatron_palimpsa.config import ConfigError, StageConfig, check_stage
 from megatron_palimpsa.training import plan
 from megatron_palimpsa.training.console import clock
 from megatron_palimpsa.training.data import StageData
@@ -26,7 +26,8 @@ def train(config: StageConfig) -> ExitCode:
         ConfigError: the input is wrong, or another process trains this stage.
     """
     folder = RunFolder(config.folder)
-    check_stage(config, _world_size())
+    ranks = _world_size()
+    check_stage(config, ranks)
     folder.check_config(config)
     if done := folder.read_marker():
         logger.info(
@@ -38,6 +39,7 @@ def train(config: StageConfig) -> ExitCode:
             folder.marker,
         )
         return ExitCode.COMPLETE
+    _require_meeting_place(ranks)
     stop = StopControl(config.train)
     source, data = _check_inputs(config, folder)
     is_main = os.environ.get("RANK", "0") == "0"
@@ -80,4 +82,22 @@ def _check_inputs(config: StageConfig, folder: RunFolder) -> tuple[Source | None
 
 
 def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Ranks that a launcher started, 1 without it.
+
+    Raises:
+        ConfigError: what the environment says of them cannot be.
+    """
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        raise ConfigError(
+            f"the environment says RANK={rank!r} of WORLD_SIZE={size!r}: start with torchrun or unset both"
+        )
+    return int(size)
+
+
+def _require_meeting_place(ranks: int) -> None:
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if ranks > 1 and missing:
+        raise ConfigError(
+            f"the environment says WORLD_SIZE={ranks} but lacks {', '.join(missing)}: start with torchrun or unset it"
+        )

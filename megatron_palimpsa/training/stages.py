@@ -36,7 +36,7 @@ def find_source(config: StageConfig) -> Source | None:
     marker = folder.read_marker()
     if marker is None:
         raise ConfigError(f"{key}: that stage is not complete ({folder.marker} is missing); train it to its end first")
-    checkpoint = folder.path / marker["checkpoint"]
+    checkpoint = folder.path / str(marker["checkpoint"])
     if not checkpoint.is_dir():
         raise ConfigError(f"{key}: its last checkpoint {checkpoint} is missing")
     require_same_model(checkpoint, config.model)

@@ -25,3 +25,22 @@ def test_under_a_launcher_its_own(config, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="does not divide the 2 ranks started"):
         run.dry_run(config)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size"), [("x", "1"), ("0", "0"), ("0", ""), ("0", "two"), ("1", "1"), ("-1", "2"), ("4", "4")]
+)
+def test_an_environment_that_no_launcher_makes_is_refused(config, monkeypatch, rank, size):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    for command in (run.train, run.dry_run):
+        with pytest.raises(ConfigError, match=f"RANK='{rank}' of WORLD_SIZE='{size}'"):
+            command(config)
+
+
+def test_ranks_without_a_meeting_place_are_refused(config, monkeypatch):
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="WORLD_SIZE=4 but lacks RANK, MASTER_ADDR, MASTER_PORT"):
+        run.train(config)

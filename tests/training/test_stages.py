@@ -109,3 +109,9 @@ def test_another_tokenizer_is_refused_wherever_it_lies(runs, monkeypatch):
 def test_damaged_marker(runs):
     (runs / "before" / "STAGE_COMPLETE").write_text(json.dumps({"checkpoint": "x"})[:-3])
     assert "not readable as the marker" in refusal(stage(runs))
+
+
+@pytest.mark.parametrize("state", ["", "{}", "[]"])
+def test_damaged_state_of_the_last_checkpoint(runs, state):
+    (runs / "before" / "checkpoints" / "step-4" / STATE).write_text(state)
+    assert "step-4 is damaged" in refusal(stage(runs))
