@@ -120,7 +120,10 @@ def adjoint_kernel(
                 # The states before each span or group into the scratch.
                 mean, importance = load_boundary(boundary, given, state_size, inside, first, HAS_INITIAL)
                 place = -1
-                for i in tl.range(0, length, num_stages=STAGES):
+                last = (length - 1) // GROUP * GROUP
+                if spans > 0:
+                    last = tl.load(span_starts + (spans - 1) * H)
+                for i in tl.range(0, last + 1, num_stages=STAGES):
                     factor = tl.load(rescale + scalar_at + i * H)
                     alpha = tl.exp(tl.load(log_alpha + scalar_at + i * H))
                     key = load_row(key_at, i, stride_k, offs_k, inside_k)
@@ -263,8 +266,8 @@ def sum_parts_kernel(
 
 
 def tile_of(key_dim: int, value_dim: int) -> tuple[int, int]:
-    """BLOCK_K and BLOCK_V: ELEMENTS in all, close to the shape that needs the fewest parts of gradients."""
-    block_k = min(64, triton.next_power_of_2(key_dim))
+    """BLOCK_K and BLOCK_V: ELEMENTS in all, few parts of gradients, and no padding of K where that is possible."""
+    block_k = 64 if key_dim % 64 == 0 else 16 if key_dim % 16 == 0 else min(64, triton.next_power_of_2(key_dim))
     return block_k, max(1, min(ELEMENTS // block_k, triton.next_power_of_2(value_dim)))
 
 
@@ -332,9 +335,10 @@ def elementwise_gradients(
             HAS_INITIAL=initial is not None, PRIOR_GRADIENT=prior_gradient, STAGES=STAGES, DENSE_STAGES=DENSE_STAGES,
             num_warps=1,
         )  # fmt: skip
+        rows = heads // groups * parts_v
         sum_parts_kernel[(count * chunks.size, groups)](
             qk_parts[0], qk_parts[1], chunks.table, dq, dk, first_chunk, chunks.size, groups,
-            K=key_dim, PARTS=heads // groups * parts_v, BLOCK_K=triton.next_power_of_2(key_dim), BLOCK_P=32,
-            num_warps=4,
+            K=key_dim, PARTS=rows, BLOCK_K=triton.next_power_of_2(key_dim),
+            BLOCK_P=min(32, triton.next_power_of_2(rows)), num_warps=4 if rows > 16 else 1,
         )  # fmt: skip
     return ElementwiseGradients(dq, dk, dv_parts, dbeta_parts, dlog_alpha_parts, dprior_parts, adjoints)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from palimpsa_kernels.triton.palimpsa import tokens_adjacent
 
-BLOCK_T = 64
+BLOCK_T = 32
 BLOCK_D = 64
 
 

@@ -17,6 +17,16 @@ BLOCK_T = 64
 HEADS_PER_PROGRAM = 32
 
 
+@triton.jit
+def double_dot(a, b, OPERAND: tl.constexpr):
+    """a @ b with b in fp32: bf16 operands take it in two parts, as exact as a."""
+    high = b.to(OPERAND)
+    product = tl.dot(a, high, input_precision="tf32x3")
+    if tl.bfloat16 == OPERAND:
+        product = tl.dot(a, (b - high.to(tl.float32)).to(OPERAND), product)
+    return product
+
+
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def incoming_kernel(
     k, v, beta, to_end, table, adjoints, initial, dv_parts, dbeta_parts, dv, dbeta, dk_parts, inner,
@@ -44,7 +54,9 @@ def incoming_kernel(
             mask=inside[:, None] & inside_k[None, :], other=0.0,
         ).to(tl.float32)  # fmt: skip
         key_operand = key.to(OPERAND)
-        square_operand = (key * key).to(OPERAND)
+        # The gradients to v and beta are also summed to log_alpha's, where terms can cancel: they are kept exact.
+        square = key * key
+        square_operand = square.to(OPERAND)
         dk_mean = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
         dk_importance = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
         heads_per_group = H // G
@@ -52,7 +64,7 @@ def incoming_kernel(
             head = group * heads_per_group + h
             decay = tl.exp(tl.load(to_end + t * H + head, mask=inside, other=-float("inf")))[:, None]
             product = tl.zeros([BLOCK_T], tl.float32)
-            for base_v in tl.static_range(0, V, BLOCK_V):
+            for base_v in range(0, V, BLOCK_V):
                 offs_v = base_v + tl.arange(0, BLOCK_V)
                 inside_v = offs_v < V
                 mask_v = inside[:, None] & inside_v[None, :]
@@ -61,19 +73,20 @@ def incoming_kernel(
                 if BEFORE:
                     adjoint = tl.load(
                         adjoints + (chunk - 1) * STATES * H * K * V + within, mask=mask & (first == 0), other=0.0
-                    )
+                    ).to(tl.float32)
                     if HAS_INITIAL:
                         given = initial + document * STATES * H * K * V + within
                         adjoint += tl.load(given, mask=mask & (first == 1), other=0.0)
-                    adjoint = adjoint.to(OPERAND)
                 else:
                     tile = chunk * STATES * H * K * V + within
-                    adjoint = tl.load(adjoints + tile, mask=mask, other=0.0).to(OPERAND)
+                    adjoint = tl.load(adjoints + tile, mask=mask, other=0.0)
                 value = tl.load(
                     v + t[:, None] * stride_v + head * V + offs_v[None, :], mask=mask_v, other=0.0
                 ).to(tl.float32)  # fmt: skip
-                dv_tile = tl.dot(key_operand, adjoint, input_precision="tf32x3") * decay
-                dk_mean = tl.dot((value * decay).to(OPERAND), tl.trans(adjoint), dk_mean, input_precision="tf32x3")
+                dv_tile = double_dot(key_operand, adjoint, OPERAND) * decay
+                dk_mean = tl.dot(
+                    (value * decay).to(OPERAND), tl.trans(adjoint.to(OPERAND)), dk_mean, input_precision="tf32x3"
+                )
                 product += tl.sum(value * dv_tile, axis=1)
                 at = (t[:, None] * H + head) * V + offs_v[None, :]
                 at_parts = (t[:, None] * H + head) * PARTS_K * V + offs_v[None, :]
@@ -82,13 +95,20 @@ def incoming_kernel(
                         dv_tile += tl.load(dv_parts + at_parts + part * V, mask=mask_v, other=0.0).to(tl.float32)
                     tl.store(dv + at, dv_tile.to(dv.dtype.element_ty), mask=mask_v)
                 if IMPORTANCE:
-                    adjoint = tl.load(adjoints + tile + H * K * V, mask=mask, other=0.0).to(OPERAND)
+                    adjoint = tl.load(adjoints + tile + H * K * V, mask=mask, other=0.0)
                     precision = tl.load(
                         beta + t[:, None] * stride_beta + head * V + offs_v[None, :], mask=mask_v, other=0.0
                     ).to(tl.float32)  # fmt: skip
-                    dbeta_tile = tl.dot(square_operand, adjoint, input_precision="tf32x3") * decay
+                    dbeta_tile = double_dot(square_operand, adjoint, OPERAND)
+                    if tl.bfloat16 == OPERAND:
+                        low = (square - square_operand.to(tl.float32)).to(OPERAND)
+                        dbeta_tile = tl.dot(low, adjoint.to(OPERAND), dbeta_tile)
+                    dbeta_tile *= decay
                     dk_importance = tl.dot(
-                        (precision * decay).to(OPERAND), tl.trans(adjoint), dk_importance, input_precision="tf32x3"
+                        (precision * decay).to(OPERAND),
+                        tl.trans(adjoint.to(OPERAND)),
+                        dk_importance,
+                        input_precision="tf32x3",
                     )
                     product += tl.sum(precision * dbeta_tile, axis=1)
                     for part in tl.static_range(PARTS_K):
@@ -176,7 +196,7 @@ def launch_incoming(
         K=key_dim, V=value_dim, PARTS_K=dv_parts.shape[3] if dv_parts.dim() == 5 else 1, BLOCK_T=BLOCK_T,
         BLOCK_K=block_k, BLOCK_V=block_v, IMPORTANCE=beta is not None, BEFORE=before,
         HAS_INITIAL=initial is not None, OPERAND=matrix_dtype(v.dtype),
-        STAGES=2 if value_dim <= block_v and v.dtype != torch.float32 else 1, num_warps=8,
+        STAGES=2 if value_dim <= block_v and v.dtype == torch.bfloat16 else 1, num_warps=8,
     )  # fmt: skip
 
 

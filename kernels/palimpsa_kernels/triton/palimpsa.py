@@ -18,7 +18,7 @@ from palimpsa_kernels.triton.readout import readout
 from palimpsa_kernels.triton.states import chunk_states, pass_adjoints, pass_states, to_internal, to_public
 
 SPAN_BOUNDS = {torch.float32: (2.0, 16)}  # log-decay and tokens over which a state is run backwards
-DEFAULT_SPAN_BOUND = (7.0, 256)
+DEFAULT_SPAN_BOUND = (4.0, 128)
 MAX_SPLITS = 8
 SHARING_HEADS = 4
 MAX_CHUNK = 1024  # offsets inside of a chunk are 32 bits wide
@@ -32,7 +32,7 @@ def tokens_adjacent(x: Tensor) -> Tensor:
 
 def default_chunk_size(tokens: int, heads: int) -> int:
     """Long chunks mean few stored states, short ones enough programs to fill the device."""
-    return min(256, max(64, triton.next_power_of_2(tokens * heads // 8192 + 1) // 2))
+    return min(128, max(64, triton.next_power_of_2(tokens * heads // 8192 + 1) // 2))
 
 
 def loop_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

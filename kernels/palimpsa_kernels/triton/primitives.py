@@ -4,9 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-INTERPRETED: bool = triton.knobs.runtime.interpret
-
-if INTERPRETED:  # the interpreter has no inline assembly
+if triton.knobs.runtime.interpret:  # the interpreter has no inline assembly
 
     @triton.jit
     def fast_reciprocal(x):
@@ -37,5 +35,5 @@ def chunk_document(table, chunk):
 
 
 def matrix_dtype(dtype: torch.dtype) -> tl.dtype:
-    """Operands of matrix products whose rounding the inputs' own covers; the interpreter multiplies fp32 only."""
-    return tl.float32 if dtype == torch.float32 or INTERPRETED else tl.bfloat16
+    """Of operands of matrix products: bf16 for bf16 inputs, whose own rounding is as large."""
+    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float32

@@ -64,11 +64,13 @@ def ssd_readout_kernel(
             head = group * heads_per_group + h
             decay, c = decay_matrix(log_alpha, t, inside, head, H, SUM)
             weights = (scores * decay).to(OPERAND)
-            for base_v in tl.static_range(0, V, BLOCK_V):
+            for base_v in range(0, V, BLOCK_V):
                 offs_v = base_v + tl.arange(0, BLOCK_V)
                 mask = (offs_k < K)[:, None] & (offs_v < V)[None, :]
                 within = head * K * V + offs_k[:, None] * V + offs_v[None, :]
-                before = tl.load(states + (chunk - 1) * H * K * V + within, mask=mask & (first == 0), other=0.0)
+                before = tl.load(states + (chunk - 1) * H * K * V + within, mask=mask & (first == 0), other=0.0).to(
+                    tl.float32
+                )
                 if HAS_INITIAL:
                     before += tl.load(
                         initial + document * H * K * V + within, mask=mask & (first == 1), other=0.0
@@ -106,7 +108,7 @@ def ssd_gradient_kernel(
             decay, _c = decay_matrix(log_alpha, t, inside, head, H, SUM)
             weights = tl.trans((scores * decay).to(OPERAND))
             d_weights = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
-            for base_v in tl.static_range(0, V, BLOCK_V):
+            for base_v in range(0, V, BLOCK_V):
                 offs_v = base_v + tl.arange(0, BLOCK_V)
                 value = chunk_tile(v, t, inside, stride_v, head, offs_v, V).to(OPERAND)
                 d_out = chunk_tile(dy, t, inside, stride_dy, head, offs_v, V).to(OPERAND)
@@ -140,8 +142,9 @@ def launch_options(q: Tensor, v: Tensor) -> dict[str, Any]:
         "BLOCK_K": max(16, triton.next_power_of_2(q.shape[3])),
         "BLOCK_V": max(16, min(64, triton.next_power_of_2(v.shape[3]))),
         "OPERAND": matrix_dtype(v.dtype),
-        "SUM": tl.float64 if v.dtype == torch.float32 else tl.float32,
+        "SUM": tl.float32 if v.dtype == torch.bfloat16 else tl.float64,
         "num_warps": 4,
+        "num_stages": 2,
     }
 
 
@@ -161,7 +164,9 @@ class ChunkSSD(torch.autograd.Function):
         if output_final_state:
             final = torch.empty(chunks.documents, 1, heads, k.shape[3], value_dim, device=q.device)
         to_end, total = chunk_decays(log_alpha, chunks)
-        states = chunk_states(k, v, None, to_end, chunks)
+        # Products with bf16 inputs take the states in bf16 anyway.
+        dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
+        states = chunk_states(k, v, None, to_end, chunks, dtype)
         pass_states(states, total, chunks, initial, final)
         y = (torch.empty if cu_seqlens is None else torch.zeros)(v.shape, device=v.device, dtype=v.dtype)
         splits = min(MAX_SPLITS, heads // groups)
@@ -191,7 +196,7 @@ class ChunkSSD(torch.autograd.Function):
         adjoints = chunk_states(q, dy, None, from_start, chunks)
         initial_adjoint, products = pass_adjoints(adjoints, states, total, chunks, initial, final_adjoint)
         splits = min(MAX_SPLITS, heads // groups)
-        dq_parts = states.new_zeros(2, splits, batch, tokens, groups, key_dim)
+        dq_parts = total.new_zeros(2, splits, batch, tokens, groups, key_dim)
         dk_parts = torch.zeros_like(dq_parts)
         dv = torch.zeros(v.shape, device=v.device, dtype=v.dtype)
         dlog_alpha = torch.empty_like(log_alpha)

@@ -1,6 +1,7 @@
 """States at the chunks' ends: what each chunk adds, by matrix products, and the passing from chunk to chunk.
 
-Internal layout of states: [places, S, H, K, V] fp32, V contiguous; S = 2 (M, Ibar) for Palimpsa, 1 (M) for Mamba2.
+Internal layout of states: [places, S, H, K, V], V contiguous; S = 2 (M, Ibar) in fp32 for Palimpsa, whose readout
+divides by them, and S = 1 (M) for Mamba2, in bf16 for bf16 inputs: matrix products take them so anyway.
 """
 
 import torch
@@ -9,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from palimpsa_kernels.triton.chunks import Chunks
-from palimpsa_kernels.triton.primitives import INTERPRETED, chunk_bounds, chunk_document
+from palimpsa_kernels.triton.primitives import chunk_bounds, chunk_document
 
 BLOCK_T = 32
 
@@ -72,9 +73,9 @@ def chunk_state_kernel(
     STATES: tl.constexpr = 2 if IMPORTANCE else 1
     tile = states + ((chunk.to(tl.int64) * STATES) * H + head) * K * V + offs_k[:, None] * V + offs_v[None, :]
     mask = inside_k[:, None] & inside_v[None, :] & (document >= 0)
-    tl.store(tile, mean, mask=mask)
+    tl.store(tile, mean.to(states.dtype.element_ty), mask=mask)
     if IMPORTANCE:
-        tl.store(tile + H * K * V, importance, mask=mask)
+        tl.store(tile + H * K * V, importance.to(states.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["documents"])
@@ -96,8 +97,8 @@ def pass_states_kernel(
     for i in tl.range(0, count, num_stages=3):
         tile = states + ((first + i) * STATES * H + row) * SIZE + offs
         decay = tl.exp(tl.load(total + (first + i) * H + head))
-        state = decay * state + tl.load(tile, mask=inside, other=0.0)
-        tl.store(tile, state, mask=inside)
+        state = decay * state + tl.load(tile, mask=inside, other=0.0).to(tl.float32)
+        tl.store(tile, state.to(states.dtype.element_ty), mask=inside)
     if HAS_FINAL:
         tl.store(final + at_document, state, mask=inside)
 
@@ -125,11 +126,11 @@ def pass_adjoints_kernel(
         chunk = first + (count - 1 - i)
         at = (chunk * STATES * H + row) * SIZE + offs
         decay = tl.exp(tl.load(total + chunk * H + head))
-        own = tl.load(adjoints + at, mask=inside, other=0.0)
-        before = tl.load(states + at - STATES * H * SIZE, mask=inside & (i + 1 < count), other=0.0)
+        own = tl.load(adjoints + at, mask=inside, other=0.0).to(tl.float32)
+        before = tl.load(states + at - STATES * H * SIZE, mask=inside & (i + 1 < count), other=0.0).to(tl.float32)
         if HAS_INITIAL:
             before += tl.load(initial + at_document, mask=inside & (i + 1 == count), other=0.0)
-        tl.store(adjoints + at, adjoint, mask=inside)
+        tl.store(adjoints + at, adjoint.to(adjoints.dtype.element_ty), mask=inside)
         adjoint *= decay
         product = tl.sum(adjoint * before)
         tl.store(products + (chunk * STATES * H + row) * tl.num_programs(2) + block, product)
@@ -147,19 +148,22 @@ def to_public(state: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.transpose(-1, -2).contiguous() for x in state.unbind(1))
 
 
-def chunk_states(k: Tensor, v: Tensor, beta: Tensor | None, to_end: Tensor, chunks: Chunks) -> Tensor:
-    """What each chunk adds to the states at its end, [places, S, H, K, V] fp32."""
+def chunk_states(
+    k: Tensor, v: Tensor, beta: Tensor | None, to_end: Tensor, chunks: Chunks, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """What each chunk adds to the states at its end, [places, S, H, K, V] in the given dtype."""
     groups, key_dim = k.shape[2:]
     heads, value_dim = v.shape[2:]
     block_k = max(16, min(128, triton.next_power_of_2(key_dim)))
     block_v = max(16, min(64, triton.next_power_of_2(value_dim)))
-    states = to_end.new_empty(chunks.places, 1 if beta is None else 2, heads, key_dim, value_dim)
+    kinds = 1 if beta is None else 2
+    states = torch.empty(chunks.places, kinds, heads, key_dim, value_dim, device=v.device, dtype=dtype)
     grid = (chunks.places, heads, triton.cdiv(key_dim, block_k) * triton.cdiv(value_dim, block_v))
     chunk_state_kernel[grid](
         k, v, v if beta is None else beta, to_end, chunks.table, states, heads, heads // groups,
         k.stride(1), v.stride(1), v.stride(1) if beta is None else beta.stride(1),
         K=key_dim, V=value_dim, BLOCK_K=block_k, BLOCK_V=block_v, BLOCK_T=BLOCK_T,
-        IMPORTANCE=beta is not None, SPLIT=v.dtype == torch.bfloat16 and not INTERPRETED, num_warps=8,
+        IMPORTANCE=beta is not None, SPLIT=v.dtype == torch.bfloat16, num_warps=8,
     )  # fmt: skip
     return states
 
@@ -194,8 +198,8 @@ def pass_adjoints(
     size = key_dim * value_dim
     block = min(1024, triton.next_power_of_2(size))
     parts = triton.cdiv(size, block)
-    initial_adjoint = states.new_empty(chunks.documents, *states.shape[1:])
-    products = states.new_empty(chunks.places, kinds, heads, parts)
+    initial_adjoint = total.new_empty(chunks.documents, *states.shape[1:])
+    products = total.new_empty(chunks.places, kinds, heads, parts)
     pass_adjoints_kernel[(chunks.documents, kinds * heads, parts)](
         adjoints, states, total, chunks.first_chunks, states if initial is None else initial,
         states if final_adjoint is None else final_adjoint, initial_adjoint, products, heads, chunks.documents,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from palimpsa_kernels.triton.primitives import fast_reciprocal
 
-ELEMENTS = 4096  # of one state a program
+ELEMENTS = 1024  # of one state a program
 
 
 @triton.jit

@@ -1,0 +1,202 @@
+"""Compiles the shipped kernel configurations of the 2.7B shape without a GPU and prints what the compiler made of them.
+
+usage: python kernels/benchmarks/compiled.py [sm_80 sm_90 sm_100]
+
+One JSON object a line: kernel, target, registers, spilled (instructions that touch local memory) and, for the two
+elementwise loops, instructions per state element and token in the innermost loop that holds the reciprocals.
+"""
+
+import collections
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+import triton.language as tl
+from palimpsa_kernels.triton import adjoint, conv, decay, incoming, readout, ssd, states, step
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TARGETS = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+K, V = 128, 64
+TYPES = {
+    **dict.fromkeys(
+        ["k", "q", "v", "beta", "dy", "y", "dv", "dbeta", "dv_parts", "dbeta_parts", "dq", "x", "weight", "bias", "dx"],
+        "*bf16",
+    ),
+    **dict.fromkeys(["table"], "*i64"),
+    **dict.fromkeys(["starts", "counts", "first_chunks", "counter", "place", "document"], "*i32"),
+    **dict.fromkeys(["scale", "bound"], "fp32"),
+}
+INTEGERS = [
+    "work",
+    "first_chunk",
+    "size",
+    "slots",
+    "H",
+    "G",
+    "heads_per_group",
+    "documents",
+    "tokens",
+    "splits",
+    "max_span",
+    "D",
+    "stride",
+    "stride_q",
+    "stride_k",
+    "stride_v",
+    "stride_beta",
+    "stride_dy",
+]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    kernel: Any
+    constants: dict[str, Any]
+    warps: int
+    types: dict[str, str]
+    loop_elements: int = 0  # state elements of a thread in the elementwise loop
+    stages: int = 3
+
+
+def configurations() -> dict[str, Configuration]:
+    """As launched for bf16 inputs of the 2.7B shape, H = 80, G = 1."""
+    block_k, block_v = adjoint.tile_of(K, V)
+    parts_k = triton.cdiv(K, block_k)
+    shared = {"q": "*fp32", "k": "*fp32"}
+    parts = dict.fromkeys(("dq_parts", "dk_parts", "dv_parts", "dbeta_parts"), "*bf16")
+    incoming_options = {"K": K, "V": V, "BLOCK_T": incoming.BLOCK_T, "BLOCK_K": K, "BLOCK_V": V, "STAGES": 2}
+    ssd_options = {"K": K, "V": V, "BLOCK_T": ssd.CHUNK, "BLOCK_K": K, "BLOCK_V": V, "OPERAND": tl.bfloat16}
+    state_options = {"K": K, "V": V, "BLOCK_K": K, "BLOCK_V": V, "BLOCK_T": states.BLOCK_T, "SPLIT": True}
+    passing = {"SIZE": K * V, "BLOCK": 1024, "HAS_INITIAL": False, "HAS_FINAL": False}
+    filtering = {
+        "W": 4,
+        "SILU": True,
+        "HAS_BIAS": True,
+        "HAS_INITIAL": False,
+        "BLOCK_T": conv.BLOCK_T,
+        "BLOCK_D": conv.BLOCK_D,
+    }
+    return {
+        "readout": Configuration(
+            readout.readout_kernel,
+            {"K": K, "V": V, "BLOCK_K": K, "BLOCK_V": readout.ELEMENTS // K, "HAS_INITIAL": False}
+            | {"STAGES": readout.STAGES},
+            1,
+            shared,
+            readout.ELEMENTS // 32,
+        ),
+        "adjoint": Configuration(
+            adjoint.adjoint_kernel,
+            {"K": K, "V": V, "BLOCK_K": block_k, "BLOCK_V": block_v, "GROUP": decay.GROUP, "HAS_INITIAL": False}
+            | {"PRIOR_GRADIENT": False, "STAGES": adjoint.STAGES, "DENSE_STAGES": adjoint.DENSE_STAGES},
+            1,
+            shared | parts,
+            adjoint.ELEMENTS // 32,
+        ),
+        "chunk states": Configuration(states.chunk_state_kernel, state_options | {"IMPORTANCE": True}, 8, {}),
+        "pass states": Configuration(states.pass_states_kernel, passing | {"STATES": 2}, 4, {}),
+        "pass adjoints": Configuration(states.pass_adjoints_kernel, passing | {"STATES": 2}, 4, {}),
+        "spans": Configuration(decay.span_kernel, {"BLOCK_H": 32, "GROUP": decay.GROUP}, 1, {}),
+        "incoming": Configuration(
+            incoming.incoming_kernel,
+            incoming_options
+            | {"PARTS_K": parts_k, "IMPORTANCE": True, "BEFORE": False, "HAS_INITIAL": False, "OPERAND": tl.bfloat16},
+            8,
+            {},
+        ),
+        "ssd readout": Configuration(
+            ssd.ssd_readout_kernel,
+            ssd_options | {"HAS_INITIAL": False, "SUM": tl.float32},
+            4,
+            {"states": "*bf16"},
+            stages=2,
+        ),
+        "ssd gradient": Configuration(ssd.ssd_gradient_kernel, ssd_options | {"SUM": tl.float32}, 4, {}, stages=2),
+        "step": Configuration(
+            step.step_kernel,
+            {"K": K, "V": V, "BLOCK_K": K, "BLOCK_V": step.ELEMENTS // K, "IMPORTANCE": True},
+            4,
+            {},
+        ),
+        "conv": Configuration(conv.conv_kernel, filtering, 4, {}),
+        "conv gradient": Configuration(conv.conv_gradient_kernel, filtering, 4, {}),
+    }
+
+
+def compile_for(configuration: Configuration, capability: int) -> Any:
+    """The kernel compiled for a target, with the alignment that contiguous tensors have."""
+    signature: dict[str, str] = {}
+    attributes = {}
+    for i, parameter in enumerate(configuration.kernel.params):
+        name = parameter.name
+        if name in configuration.constants:
+            signature[name] = "constexpr"
+            continue
+        default = "i32" if name in INTEGERS else TYPES.get(name, "*fp32")
+        signature[name] = configuration.types.get(name, default)
+        if signature[name].startswith("*") or (name in INTEGERS and not parameter.do_not_specialize):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(configuration.kernel, signature, configuration.constants, attributes)
+    return triton.compile(
+        source,
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": configuration.warps, "num_stages": configuration.stages},
+    )
+
+
+def disassemble(compiled: Any, option: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        return subprocess.run([CUOBJDUMP, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def opcodes(code: list[tuple[int, str]]) -> collections.Counter[str]:
+    """How often each instruction occurs, without predicates and modifiers."""
+    return collections.Counter(re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0] for _, text in code)
+
+
+def smallest_loop(code: list[tuple[int, str]], reciprocals: int) -> int:
+    """Instructions of the shortest loop with at least so many reciprocals."""
+    place = {address: i for i, (address, _) in enumerate(code)}
+    lengths = []
+    for i, (address, text) in enumerate(code):
+        branch = re.search(r"\bBRA\b.*0x([0-9a-f]+)", text)
+        if branch is None or int(branch[1], 16) >= address or int(branch[1], 16) not in place:
+            continue
+        body = code[place[int(branch[1], 16)] : i + 1]
+        if opcodes(body)["MUFU"] >= reciprocals:
+            lengths.append(len(body))
+    return min(lengths)
+
+
+def report(name: str, configuration: Configuration, target: str) -> dict[str, Any]:
+    compiled = compile_for(configuration, TARGETS[target])
+    pattern = r"/\*([0-9a-f]{4,6})\*/\s+(.*?);"
+    code = [(int(m[1], 16), m[2]) for m in re.finditer(pattern, disassemble(compiled, "-sass"))]
+    registers = re.search(r"REG:(\d+)", disassemble(compiled, "-res-usage"))
+    counted = opcodes(code)
+    entry = {
+        "kernel": name,
+        "target": target,
+        "registers": int(registers[1]) if registers else None,
+        "spilled": counted["LDL"] + counted["STL"],
+    }
+    if configuration.loop_elements:
+        loop = smallest_loop(code, configuration.loop_elements)
+        entry["instructions_per_element"] = round(loop / configuration.loop_elements, 2)
+    return entry
+
+
+if __name__ == "__main__":
+    for target in sys.argv[1:] or TARGETS:
+        for name, configuration in configurations().items():
+            print(json.dumps(report(name, configuration, target)), flush=True)
