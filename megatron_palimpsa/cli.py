@@ -188,6 +188,8 @@ def _start_logging(progress_to: TextIO) -> None:
     # Megatron says at every start that Transformer Engine and Apex, which are not needed, are not there.
     for category in (UserWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=r"megatron\.core\.|torch\.")
+    # A reader of the output that has gone stops no training, nor does it fill standard error.
+    logging.raiseExceptions = False
     rank = os.environ.get("RANK", "0")
     progress = logging.StreamHandler(progress_to)
     progress.addFilter(lambda record: record.levelno < logging.WARNING)

@@ -174,7 +174,7 @@ class CheckpointConfig:
 class LoggingConfig:
     interval: Positive = 10
     tensorboard: bool = True
-    wandb_project: str | None = None
+    wandb_project: Annotated[str, Field(pattern=r"^[^/\\#?%:]+$", max_length=128)] | None = None
     """Set to log to Weights & Biases: online when a key is there, offline files otherwise."""
 
 

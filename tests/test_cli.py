@@ -1,7 +1,9 @@
 """The command line: quick answers, exit codes, and one clear message for each wrong input before anything starts."""
 
 import errno
+import io
 import json
+import logging
 import resource
 import shutil
 import subprocess
@@ -219,3 +221,13 @@ def test_the_configuration_is_what_is_missing(capsys):
     with pytest.raises(SystemExit):
         cli.main(["train"])
     assert capsys.readouterr().err.endswith("the following arguments are required: CONFIG\n")
+
+
+def test_progress_that_nobody_reads_fills_no_standard_error(capsys):
+    class Gone(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    cli._start_logging(Gone())
+    logging.getLogger("megatron_palimpsa").info("step 1")
+    assert capsys.readouterr().err == ""

@@ -165,6 +165,7 @@ def test_missing_sections_and_files(tmp_path):
         ("seed=!!timestamp x", "not valid YAML"),
         ("seed=&a [*a]", "Circular reference"),
         ("seed=\ud800", "not valid YAML"),
+        ("logging.wandb_project=a/b", "logging.wandb_project"),
         ('data.tokenizer="a\\0b"', "holds a NUL"),
     ],
 )

@@ -14,7 +14,7 @@ from megatron_palimpsa.training.exit_codes import ExitCode
 from megatron_palimpsa.training.run_folder import RunFolder
 from megatron_palimpsa.training.stages import Source, find_source
 from megatron_palimpsa.training.stop import StopControl
-from megatron_palimpsa.training.wandb_log import check_installed
+from megatron_palimpsa.training.wandb_log import check_usable
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def dry_run(config: StageConfig) -> str:
 
 
 def _check_inputs(config: StageConfig, folder: RunFolder) -> tuple[Source | None, StageData]:
-    check_installed(config)
+    check_usable(config)
     source = find_source(config)
     data = StageData(config)
     saves = config.total_steps // config.checkpoint.interval + 1

@@ -16,6 +16,9 @@ from megatron_palimpsa.training.metrics import flatten_scalars
 
 logger = logging.getLogger(__name__)
 
+_MODES = ("online", "offline", "disabled", "shared")
+_PATIENCE = 60.0  # seconds until a server that does not answer is given up
+
 
 class WandbLog:
     """One W&B run for the stage, the same one after every resume (its id is kept in the run folder)."""
@@ -31,12 +34,14 @@ class WandbLog:
             "dir": str(folder),
             "config": to_dict(config),
             "mode": choose_mode(),
-            "settings": wandb.Settings(silent=True),
+            "settings": wandb.Settings(silent=True, init_timeout=_PATIENCE),
         }
         try:
             self._run = wandb.init(**options)
-        except wandb.errors.CommError as error:
-            logger.warning("Weights & Biases cannot be reached (%s): this run is logged offline", error)
+        except wandb.errors.Error as error:
+            logger.warning("Weights & Biases does not take this run (%s): it is logged offline", error)
+            # Without it the id stays taken by the attempt.
+            wandb.teardown()
             options["mode"] = "offline"
             self._run = wandb.init(**options)
         # Steps done again after a resume would be dropped under wandb's own step, which may not fall.
@@ -54,13 +59,17 @@ class WandbLog:
         self._run.finish()
 
 
-def check_installed(config: StageConfig) -> None:
+def check_usable(config: StageConfig) -> None:
     """Refuse a stage that could not log, before it starts.
 
     Raises:
-        ConfigError: the stage logs to Weights & Biases but the package is not installed.
+        ConfigError: the stage logs to Weights & Biases but the package is not installed or WANDB_MODE is none.
     """
-    if config.logging.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+    if config.logging.wandb_project is None:
+        return
+    if choose_mode() not in _MODES:
+        raise ConfigError(f"WANDB_MODE={choose_mode()!r} in the environment must be one of {', '.join(_MODES)}")
+    if importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             f"logging.wandb_project={config.logging.wandb_project!r} needs the package wandb: "
             f'pip install "megatron-palimpsa[wandb]", or set logging.wandb_project=null'

@@ -6,7 +6,8 @@ import pytest
 from helpers.stages import tiny_stage
 
 from megatron_palimpsa.config import ConfigError
-from megatron_palimpsa.training.wandb_log import WandbLog, check_installed, choose_mode, run_id
+from megatron_palimpsa.training import wandb_log
+from megatron_palimpsa.training.wandb_log import WandbLog, check_usable, choose_mode, run_id
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +37,9 @@ def test_id_is_made_once(tmp_path):
 
 def test_missing_package_is_said_plainly(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    check_installed(tiny_stage())
+    check_usable(tiny_stage())
     with pytest.raises(ConfigError, match=r"logging.wandb_project='demo' needs the package wandb: pip install"):
-        check_installed(tiny_stage(logging={"wandb_project": "demo"}))
+        check_usable(tiny_stage(logging={"wandb_project": "demo"}))
 
 
 def test_offline_runs_of_a_resumed_stage_share_their_id(tmp_path):
@@ -48,3 +49,21 @@ def test_offline_runs_of_a_resumed_stage_share_their_id(tmp_path):
         log.close()
     files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert {file.name for file in files} == {f"run-{run_id(tmp_path)}.wandb"}
+
+
+def test_a_mode_that_is_none_is_refused(monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "nonsense")
+    with pytest.raises(ConfigError, match=r"WANDB_MODE='nonsense' .* must be one of online, offline"):
+        check_usable(tiny_stage(logging={"wandb_project": "demo"}))
+
+
+def test_a_server_that_does_not_answer_leaves_the_run_offline(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(wandb_log, "_PATIENCE", 2.0)
+    log = WandbLog(tiny_stage(logging={"wandb_project": "demo"}), tmp_path)
+    log.write("train", step=1, loss=1.0)
+    log.close()
+    assert "it is logged offline" in caplog.text
+    assert list((tmp_path / "wandb").glob(f"offline-run-*/run-{run_id(tmp_path)}.wandb"))
