@@ -170,6 +170,11 @@ class _Blend:
         try:
             info = read_set(entry.folder)
             self._check_tokenizer(entry, info.tokenizer, config, tokenizer_sha256)
+            if info.trained_tokens == 0 or info.longest < 2:
+                raise ConfigError(
+                    f"{self._where}: set {entry.folder} holds nothing to learn: no document has a next token that "
+                    f"counts; leave the set out"
+                )
             small = info.tokens * 2 <= CHECKSUM_LIMIT
             return SetReader(entry.folder, checksums=small)
         except DataError as error:

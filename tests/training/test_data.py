@@ -354,3 +354,12 @@ def test_the_smallest_and_largest_weights_are_shares_like_others(folder, weight)
     sources = StageData(stage(folder, "concat")).sources()
     assert sum(source.share for source in sources) == pytest.approx(1)
     assert all(source.share == pytest.approx(1 / 400, rel=0.01) for source in sources)
+
+
+@pytest.mark.parametrize("key", ["train", "valid"])
+@pytest.mark.parametrize(("documents", "masks"), [([[2]] * 9, None), ([[5, 6, 2]] * 9, [[0, 0, 0]] * 9)])
+def test_a_set_without_a_loss_is_refused(folder, key, documents, masks):
+    tiny_set(folder / "empty", documents, fake_tokenizer(folder / "tokenizer.model", VOCAB), masks)
+    write_blend(folder / f"{key}.yaml", [{"set": "one", "weight": 1}, {"set": "empty", "weight": 1}])
+    with pytest.raises(ConfigError, match="empty holds nothing to learn"):
+        StageData(stage(folder))
