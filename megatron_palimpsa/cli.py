@@ -19,14 +19,14 @@ _MOST_NEW_TOKENS = 2**20
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit code is that of `training.exit_codes.ExitCode`."""
     options = _parse(arguments)
-    # What `generate` writes to standard output is the text alone.
-    _start_logging(sys.stderr if options.command is _generate else sys.stdout)
     from palimpsa_data import DataError
 
     from megatron_palimpsa.config import ConfigError
     from megatron_palimpsa.training.exit_codes import ExitCode
 
     try:
+        # What `generate` writes to standard output is the text alone.
+        _start_logging(sys.stderr if options.command is _generate else sys.stdout)
         return int(options.command(options))
     except (ConfigError, DataError) as error:
         print(f"megatron-palimpsa: error: {error}", file=sys.stderr)
@@ -185,21 +185,23 @@ def _report(options: argparse.Namespace) -> int:
 
 def _start_logging(progress_to: TextIO) -> None:
     """Progress to one stream (rank 0 only), warnings and errors to standard error (every rank)."""
+    from megatron_palimpsa import launcher
+
     # Megatron says at every start that Transformer Engine and Apex, which are not needed, are not there.
     for category in (UserWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=r"megatron\.core\.|torch\.")
     # A reader of the output that has gone stops no training, nor does it fill standard error.
     logging.raiseExceptions = False
-    rank = os.environ.get("RANK", "0")
+    rank = launcher.rank()
     progress = logging.StreamHandler(progress_to)
     progress.addFilter(lambda record: record.levelno < logging.WARNING)
     progress.setFormatter(logging.Formatter("%(message)s"))
     problems = logging.StreamHandler(sys.stderr)
     problems.setLevel(logging.WARNING)
-    prefix = "" if "RANK" not in os.environ else f"rank {rank}: "
+    prefix = f"rank {rank}: " if launcher.is_launched() else ""
     problems.setFormatter(logging.Formatter(f"{prefix}%(levelname)s: %(message)s"))
     for package in ("megatron_palimpsa", "palimpsa_kernels"):
         logger = logging.getLogger(package)
-        logger.setLevel(logging.INFO if rank == "0" else logging.WARNING)
+        logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
         logger.propagate = False
         logger.handlers = [progress, problems]

@@ -253,10 +253,7 @@ def check_stage(config: StageConfig, world_size: int = 1) -> None:
             raise ConfigError("parallel.sequence_parallel=true needs parallel.tp > 1")
         tokens = train.micro_batch_size * model.seq_length
         _divides("parallel.tp", parallel.tp, "the tokens of a microbatch (sequence parallel)", tokens)
-    if world_size % (parallel.tp * parallel.pp):
-        raise ConfigError(
-            f"parallel.tp={parallel.tp} * parallel.pp={parallel.pp} does not divide the {world_size} ranks started"
-        )
+    check_ranks(parallel, world_size)
     _check_batch(config, world_size // (parallel.tp * parallel.pp))
     if model.dt_min >= model.dt_max:
         raise ConfigError(f"model.dt_min={model.dt_min} must be below model.dt_max={model.dt_max}")
@@ -266,6 +263,14 @@ def check_stage(config: StageConfig, world_size: int = 1) -> None:
     if optimizer.warmup_steps >= config.total_steps and optimizer.schedule != "constant":
         raise ConfigError(
             f"optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the stage's {config.total_steps} steps"
+        )
+
+
+def check_ranks(parallel: ParallelConfig, world_size: int) -> None:
+    """Raises ConfigError where the layout does not divide the ranks."""
+    if world_size % (parallel.tp * parallel.pp):
+        raise ConfigError(
+            f"parallel.tp={parallel.tp} * parallel.pp={parallel.pp} does not divide the {world_size} ranks started"
         )
 
 

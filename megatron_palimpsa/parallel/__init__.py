@@ -1,6 +1,6 @@
 """Process groups, Megatron on the CPU, and gradients of replicated parameters."""
 
 from megatron_palimpsa.parallel.gradients import finalize_model_grads
-from megatron_palimpsa.parallel.groups import destroy, initialize, world_size_from_environment
+from megatron_palimpsa.parallel.groups import destroy, initialize
 
-__all__ = ["destroy", "finalize_model_grads", "initialize", "world_size_from_environment"]
+__all__ = ["destroy", "finalize_model_grads", "initialize"]

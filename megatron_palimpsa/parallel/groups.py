@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_palimpsa.config import ConfigError, ParallelConfig
+from megatron_palimpsa import launcher
+from megatron_palimpsa.config import ParallelConfig, check_ranks
 from megatron_palimpsa.parallel import cpu
 
 TIMEOUT = timedelta(minutes=20)
 """After this long without an answer a collective fails: a dead rank must not hold the others for ever."""
-
-
-def world_size_from_environment() -> int:
-    """Ranks started by torchrun; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def initialize(parallel: ParallelConfig, seed: int) -> None:
@@ -31,13 +26,10 @@ def initialize(parallel: ParallelConfig, seed: int) -> None:
     Raises:
         ConfigError: the layout does not divide the number of ranks.
     """
-    world_size = dist.get_world_size() if dist.is_initialized() else world_size_from_environment()
-    if world_size % (parallel.tp * parallel.pp):
-        raise ConfigError(
-            f"parallel.tp={parallel.tp} * parallel.pp={parallel.pp} does not divide the {world_size} ranks started"
-        )
+    world_size = dist.get_world_size() if dist.is_initialized() else launcher.world_size()
+    check_ranks(parallel, world_size)
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(launcher.local_rank())
     else:
         cpu.install()
     if not dist.is_initialized():

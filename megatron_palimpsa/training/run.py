@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 
-from megatron_palimpsa.config import ConfigError, StageConfig, check_stage
+from megatron_palimpsa import launcher
+from megatron_palimpsa.config import StageConfig, check_stage
 from megatron_palimpsa.training import plan
 from megatron_palimpsa.training.console import clock
 from megatron_palimpsa.training.data import StageData
@@ -26,8 +26,7 @@ def train(config: StageConfig) -> ExitCode:
         ConfigError: the input is wrong, or another process trains this stage.
     """
     folder = RunFolder(config.folder)
-    ranks = _world_size()
-    check_stage(config, ranks)
+    check_stage(config, launcher.world_size())
     folder.check_config(config)
     if done := folder.read_marker():
         logger.info(
@@ -39,10 +38,10 @@ def train(config: StageConfig) -> ExitCode:
             folder.marker,
         )
         return ExitCode.COMPLETE
-    _require_meeting_place(ranks)
+    launcher.require_meeting_place()
     stop = StopControl(config.train)
     source, data = _check_inputs(config, folder)
-    is_main = os.environ.get("RANK", "0") == "0"
+    is_main = launcher.rank() == 0
     # Listening begins before the slow start: a signal during it is obeyed before the first step.
     with stop.listening(), folder.locked() if is_main else contextlib.nullcontext():
         if is_main:
@@ -61,7 +60,7 @@ def dry_run(config: StageConfig) -> str:
         ConfigError: as `train`.
     """
     folder = RunFolder(config.folder)
-    ranks = _world_size() if "WORLD_SIZE" in os.environ else config.parallel.tp * config.parallel.pp
+    ranks = launcher.world_size() if launcher.is_launched() else config.parallel.tp * config.parallel.pp
     check_stage(config, ranks)
     folder.check_config(config)
     source, data = _check_inputs(config, folder)
@@ -79,25 +78,3 @@ def _check_inputs(config: StageConfig, folder: RunFolder) -> tuple[Source | None
     saves = config.total_steps // config.checkpoint.interval + 1
     folder.check_place(plan.checkpoint_bytes(config.model), min(config.checkpoint.keep, saves))
     return source, data
-
-
-def _world_size() -> int:
-    """Ranks that a launcher started, 1 without it.
-
-    Raises:
-        ConfigError: what the environment says of them cannot be.
-    """
-    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
-        raise ConfigError(
-            f"the environment says RANK={rank!r} of WORLD_SIZE={size!r}: start with torchrun or unset both"
-        )
-    return int(size)
-
-
-def _require_meeting_place(ranks: int) -> None:
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if ranks > 1 and missing:
-        raise ConfigError(
-            f"the environment says WORLD_SIZE={ranks} but lacks {', '.join(missing)}: start with torchrun or unset it"
-        )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from types import FrameType
 
+from megatron_palimpsa import launcher
 from megatron_palimpsa.config import TrainConfig
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -58,7 +58,7 @@ class StopControl:
         try:
             yield
         finally:
-            one_of_several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+            one_of_several = launcher.world_size() > 1
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_IGN if one_of_several else handler)
 

@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron_palimpsa import parallel
+from megatron_palimpsa import launcher, parallel
 from megatron_palimpsa.config import ConfigError, ParallelConfig
 
 
@@ -16,7 +16,6 @@ def leave_afterwards():
 def test_one_process_needs_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    assert parallel.world_size_from_environment() == 1
     for _ in range(2):
         parallel.initialize(ParallelConfig(), seed=1)
         assert dist.get_world_size() == 1
@@ -46,5 +45,7 @@ def test_seed_sets_every_random_state() -> None:
 
 
 def test_world_size_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("WORLD_SIZE", "8")
-    assert parallel.world_size_from_environment() == 8
+    assert launcher.rank() == 7
+    assert launcher.world_size() == 8

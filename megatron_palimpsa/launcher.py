@@ -1,0 +1,53 @@
+"""What a launcher such as torchrun tells this process through the environment; read in this module only.
+
+`rank` and `world_size` raise ConfigError where the environment says what no launcher does.
+"""
+
+from __future__ import annotations
+
+import os
+
+from megatron_palimpsa.config import ConfigError
+
+
+def is_launched() -> bool:
+    """Whether a launcher started this process, if only one."""
+    return "WORLD_SIZE" in os.environ
+
+
+def rank() -> int:
+    """This process's number among `world_size()`."""
+    return _ranks()[0]
+
+
+def local_rank() -> int:
+    """The rank within this machine: which of its GPUs is this process's."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def world_size() -> int:
+    """Ranks that were started, 1 without a launcher."""
+    return _ranks()[1]
+
+
+def _ranks() -> tuple[int, int]:
+    own, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not (own.isdecimal() and size.isdecimal() and int(own) < int(size)):
+        raise ConfigError(
+            f"the environment says RANK={own!r} of WORLD_SIZE={size!r}: start with torchrun or unset both"
+        )
+    return int(own), int(size)
+
+
+def require_meeting_place() -> None:
+    """Several ranks find each other only where the launcher says.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if world_size() > 1 and missing:
+        raise ConfigError(
+            f"the environment says WORLD_SIZE={world_size()} but lacks {', '.join(missing)}: "
+            f"start with torchrun or unset it"
+        )
