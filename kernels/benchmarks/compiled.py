@@ -66,13 +66,14 @@ class Configuration:
     stages: int = 3
 
 
-def configurations() -> dict[str, Configuration]:
-    """As launched for bf16 inputs of the 2.7B shape, H = 80, G = 1."""
+def configurations(target: str) -> dict[str, Configuration]:
+    """As launched on the target for bf16 inputs of the 2.7B shape, H = 80, G = 1."""
     block_k, block_v = adjoint.tile_of(K, V)
     parts_k = triton.cdiv(K, block_k)
     shared = {"q": "*fp32", "k": "*fp32"}
     parts = dict.fromkeys(("dq_parts", "dk_parts", "dv_parts", "dbeta_parts"), "*bf16")
-    incoming_options = {"K": K, "V": V, "BLOCK_T": incoming.BLOCK_T, "BLOCK_K": K, "BLOCK_V": V, "STAGES": 2}
+    incoming_options = {"K": K, "V": V, "BLOCK_T": incoming.BLOCK_T, "BLOCK_K": K, "BLOCK_V": V}
+    incoming_options |= {"STAGES": 2 if TARGETS[target] >= 90 else 1}
     ssd_options = {"K": K, "V": V, "BLOCK_T": ssd.CHUNK, "BLOCK_K": K, "BLOCK_V": V, "OPERAND": tl.bfloat16}
     state_options = {"K": K, "V": V, "BLOCK_K": K, "BLOCK_V": V, "BLOCK_T": states.BLOCK_T, "SPLIT": True}
     passing = {"SIZE": K * V, "BLOCK": 1024, "HAS_INITIAL": False, "HAS_FINAL": False}
@@ -108,7 +109,14 @@ def configurations() -> dict[str, Configuration]:
         "incoming": Configuration(
             incoming.incoming_kernel,
             incoming_options
-            | {"PARTS_K": parts_k, "IMPORTANCE": True, "BEFORE": False, "HAS_INITIAL": False, "OPERAND": tl.bfloat16},
+            | {
+                "PARTS_K": parts_k,
+                "KIND": 1,
+                "STATES": 2,
+                "BEFORE": False,
+                "HAS_INITIAL": False,
+                "OPERAND": tl.bfloat16,
+            },
             8,
             {},
         ),
@@ -198,5 +206,5 @@ def report(name: str, configuration: Configuration, target: str) -> dict[str, An
 
 if __name__ == "__main__":
     for target in sys.argv[1:] or TARGETS:
-        for name, configuration in configurations().items():
+        for name, configuration in configurations(target).items():
             print(json.dumps(report(name, configuration, target)), flush=True)

@@ -21,11 +21,18 @@ MOST_INSTRUCTIONS = {
     ("adjoint", "sm_90"): 29.3,
     ("adjoint", "sm_100"): 24.1,
 }
-# Instructions on local memory, all of them outside of the elementwise loops.
-MOST_SPILLED = {("adjoint", "sm_80"): 70, ("adjoint", "sm_90"): 60, ("adjoint", "sm_100"): 60}
+# Instructions on local memory; the adjoint kernel's lie outside of its elementwise loops.
+MOST_SPILLED = {
+    ("adjoint", "sm_80"): 70,
+    ("adjoint", "sm_90"): 40,
+    ("adjoint", "sm_100"): 40,
+    ("incoming", "sm_80"): 280,
+    ("incoming", "sm_90"): 70,
+    ("ssd gradient", "sm_80"): 310,
+    ("ssd gradient", "sm_90"): 40,
+}
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_shipped_configurations(target: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "kernels"), "TRITON_INTERPRET": "0"}

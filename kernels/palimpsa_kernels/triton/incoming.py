@@ -29,14 +29,12 @@ def double_dot(a, b, OPERAND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def incoming_kernel(
-    k, v, beta, to_end, table, adjoints, initial, dv_parts, dbeta_parts, dv, dbeta, dk_parts, inner,
-    tokens, splits, H, G,
-    stride_k, stride_v, stride_beta,
+    k, v, to_end, table, adjoints, initial, dv_parts, dv, dk_parts, inner, tokens, splits, H, G, stride_k, stride_v,
     K: tl.constexpr, V: tl.constexpr, PARTS_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, IMPORTANCE: tl.constexpr, BEFORE: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    BLOCK_V: tl.constexpr, KIND: tl.constexpr, STATES: tl.constexpr, BEFORE: tl.constexpr, HAS_INITIAL: tl.constexpr,
     OPERAND: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    STATES: tl.constexpr = 2 if IMPORTANCE else 1
+    # KIND 0 is M; 1 is Ibar, where v stands for beta and keys are squared.
     # BEFORE: the roles are q, dy and the states before the chunks instead of k, v and the incoming adjoints.
     chunk = tl.program_id(0).to(tl.int64)
     group = tl.program_id(2) // splits
@@ -53,22 +51,22 @@ def incoming_kernel(
             k + t[:, None] * stride_k + group * K + offs_k[None, :],
             mask=inside[:, None] & inside_k[None, :], other=0.0,
         ).to(tl.float32)  # fmt: skip
-        key_operand = key.to(OPERAND)
-        # The gradients to v and beta are also summed to log_alpha's, where terms can cancel: they are kept exact.
-        square = key * key
-        square_operand = square.to(OPERAND)
-        dk_mean = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
-        dk_importance = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
+        factor = key * key if KIND == 1 else key
+        factor_operand = factor.to(OPERAND)
+        factor_low = (factor - factor_operand.to(tl.float32)).to(OPERAND)
+        dk = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
         heads_per_group = H // G
         for h in tl.range(split, heads_per_group, splits, num_stages=STAGES):
             head = group * heads_per_group + h
             decay = tl.exp(tl.load(to_end + t * H + head, mask=inside, other=-float("inf")))[:, None]
             product = tl.zeros([BLOCK_T], tl.float32)
+            if KIND == 1:
+                product += tl.load(inner + t * H + head, mask=inside, other=0.0)
             for base_v in range(0, V, BLOCK_V):
                 offs_v = base_v + tl.arange(0, BLOCK_V)
                 inside_v = offs_v < V
                 mask_v = inside[:, None] & inside_v[None, :]
-                within = head * K * V + offs_k[:, None] * V + offs_v[None, :]
+                within = (KIND * H + head) * K * V + offs_k[:, None] * V + offs_v[None, :]
                 mask = inside_k[:, None] & inside_v[None, :]
                 if BEFORE:
                     adjoint = tl.load(
@@ -78,46 +76,26 @@ def incoming_kernel(
                         given = initial + document * STATES * H * K * V + within
                         adjoint += tl.load(given, mask=mask & (first == 1), other=0.0)
                 else:
-                    tile = chunk * STATES * H * K * V + within
-                    adjoint = tl.load(adjoints + tile, mask=mask, other=0.0)
+                    adjoint = tl.load(adjoints + chunk * STATES * H * K * V + within, mask=mask, other=0.0)
                 value = tl.load(
                     v + t[:, None] * stride_v + head * V + offs_v[None, :], mask=mask_v, other=0.0
                 ).to(tl.float32)  # fmt: skip
-                dv_tile = double_dot(key_operand, adjoint, OPERAND) * decay
-                dk_mean = tl.dot(
-                    (value * decay).to(OPERAND), tl.trans(adjoint.to(OPERAND)), dk_mean, input_precision="tf32x3"
-                )
+                # Also summed to log_alpha's gradient, where terms can cancel: as exact as the inputs allow.
+                dv_tile = double_dot(factor_operand, adjoint, OPERAND)
+                if KIND == 1 and tl.bfloat16 == OPERAND:
+                    dv_tile = tl.dot(factor_low, adjoint.to(OPERAND), dv_tile)
+                dv_tile *= decay
+                dk = tl.dot((value * decay).to(OPERAND), tl.trans(adjoint.to(OPERAND)), dk, input_precision="tf32x3")
                 product += tl.sum(value * dv_tile, axis=1)
-                at = (t[:, None] * H + head) * V + offs_v[None, :]
-                at_parts = (t[:, None] * H + head) * PARTS_K * V + offs_v[None, :]
                 if not BEFORE:
+                    at = (t[:, None] * H + head) * V + offs_v[None, :]
+                    at_parts = (t[:, None] * H + head) * PARTS_K * V + offs_v[None, :]
                     for part in tl.static_range(PARTS_K):
                         dv_tile += tl.load(dv_parts + at_parts + part * V, mask=mask_v, other=0.0).to(tl.float32)
                     tl.store(dv + at, dv_tile.to(dv.dtype.element_ty), mask=mask_v)
-                if IMPORTANCE:
-                    adjoint = tl.load(adjoints + tile + H * K * V, mask=mask, other=0.0)
-                    precision = tl.load(
-                        beta + t[:, None] * stride_beta + head * V + offs_v[None, :], mask=mask_v, other=0.0
-                    ).to(tl.float32)  # fmt: skip
-                    dbeta_tile = double_dot(square_operand, adjoint, OPERAND)
-                    if tl.bfloat16 == OPERAND:
-                        low = (square - square_operand.to(tl.float32)).to(OPERAND)
-                        dbeta_tile = tl.dot(low, adjoint.to(OPERAND), dbeta_tile)
-                    dbeta_tile *= decay
-                    dk_importance = tl.dot(
-                        (precision * decay).to(OPERAND),
-                        tl.trans(adjoint.to(OPERAND)),
-                        dk_importance,
-                        input_precision="tf32x3",
-                    )
-                    product += tl.sum(precision * dbeta_tile, axis=1)
-                    for part in tl.static_range(PARTS_K):
-                        dbeta_tile += tl.load(dbeta_parts + at_parts + part * V, mask=mask_v, other=0.0).to(tl.float32)
-                    tl.store(dbeta + at, dbeta_tile.to(dbeta.dtype.element_ty), mask=mask_v)
             tl.store(inner + t * H + head, product, mask=inside)
-        dk = dk_mean
-        if IMPORTANCE:
-            dk += 2 * key * dk_importance
+        if KIND == 1:
+            dk *= 2 * key
         at = ((split.to(tl.int64) * tokens + t[:, None]) * G + group) * K + offs_k[None, :]
         tl.store(dk_parts + at, dk, mask=inside[:, None] & inside_k[None, :])
 
@@ -156,31 +134,31 @@ def decay_gradient_kernel(
 
 
 def add_incoming(
-    k: Tensor, v: Tensor, beta: Tensor | None, to_end: Tensor, chunks: Chunks, adjoints: Tensor,
-    dv_parts: Tensor, dbeta_parts: Tensor | None, dk: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Sum the parts of dv and dbeta [B, T, H, parts, V] and the share of the incoming adjoints.
+    k: Tensor, values: list[Tensor], to_end: Tensor, chunks: Chunks, adjoints: Tensor, parts: list[Tensor],
+    dk: Tensor,
+) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+    """Sum the parts of dv (and dbeta) [B, T, H, parts, V] and the share of the incoming adjoints.
 
-    dk [splits, B, T, G, K] fp32 takes the share of the group's heads in `splits` parts.
+    `values` are v (and beta). dk [kinds, splits, B, T, G, K] fp32 takes the share of the group's heads in parts.
 
     Returns:
-        dv and dbeta [B, T, H, V] in v's dtype, and v_t . dv_t + beta_t . dbeta_t of the share [B, T, H] fp32.
+        dv (and dbeta) [B, T, H, V] in v's dtype, and v_t . dv_t (+ beta_t . dbeta_t) of the share [B, T, H] fp32.
     """
-    parts_k = dv_parts.shape[3]
-    dv = dv_parts if parts_k == 1 else torch.zeros(v.shape, device=v.device, dtype=v.dtype)
-    dbeta = dv if dbeta_parts is None else dbeta_parts if parts_k == 1 else torch.zeros_like(dv)
     inner = torch.empty_like(to_end)
-    launch_incoming(
-        k, v, beta, to_end, chunks, adjoints, None, dv_parts, dv if dbeta_parts is None else dbeta_parts, dv, dbeta,
-        dk, inner, before=False,
-    )  # fmt: skip
-    return dv.view(v.shape), dbeta.view(v.shape), inner
+    gradients = []
+    for kind, (value, part) in enumerate(zip(values, parts, strict=True)):
+        # A single part is completed in place.
+        dv = part if part.shape[3] == 1 else torch.zeros(value.shape, device=value.device, dtype=value.dtype)
+        launch_incoming(
+            k, value, to_end, chunks, adjoints, None, part, dv, dk[kind], inner, kind=kind, before=False
+        )  # fmt: skip
+        gradients.append(dv.view(value.shape))
+    return gradients, inner
 
 
 def launch_incoming(
-    k: Tensor, v: Tensor, beta: Tensor | None, decay: Tensor, chunks: Chunks, adjoints: Tensor,
-    initial: Tensor | None, dv_parts: Tensor, dbeta_parts: Tensor, dv: Tensor, dbeta: Tensor, dk: Tensor,
-    inner: Tensor, *, before: bool,
+    k: Tensor, v: Tensor, decay: Tensor, chunks: Chunks, adjoints: Tensor, initial: Tensor | None, dv_parts: Tensor,
+    dv: Tensor, dk: Tensor, inner: Tensor, *, kind: int, before: bool,
 ) -> None:  # fmt: skip
     """Run `incoming_kernel`; with `before` on the states before the chunks, for what they add to dk and inner alone."""
     batch, tokens, groups, key_dim = k.shape
@@ -189,14 +167,15 @@ def launch_incoming(
     block_v = max(16, min(64 if block_k <= 128 else 32, triton.next_power_of_2(value_dim)))
     splits = len(dk)
     grid = (chunks.places, triton.cdiv(chunks.size, BLOCK_T), groups * splits)
+    # Prefetching the next head takes the shared memory of a Hopper or later.
+    prefetch = value_dim <= block_v and v.dtype == torch.bfloat16 and v.is_cuda
+    stages = 2 if prefetch and torch.cuda.get_device_capability(v.device)[0] >= 9 else 1
     incoming_kernel[grid](
-        k, v, v if beta is None else beta, decay, chunks.table, adjoints, adjoints if initial is None else initial,
-        dv_parts, dbeta_parts, dv, dbeta, dk, inner, batch * tokens, splits, heads, groups,
-        k.stride(1), v.stride(1), v.stride(1) if beta is None else beta.stride(1),
+        k, v, decay, chunks.table, adjoints, adjoints if initial is None else initial, dv_parts, dv, dk, inner,
+        batch * tokens, splits, heads, groups, k.stride(1), v.stride(1),
         K=key_dim, V=value_dim, PARTS_K=dv_parts.shape[3] if dv_parts.dim() == 5 else 1, BLOCK_T=BLOCK_T,
-        BLOCK_K=block_k, BLOCK_V=block_v, IMPORTANCE=beta is not None, BEFORE=before,
-        HAS_INITIAL=initial is not None, OPERAND=matrix_dtype(v.dtype),
-        STAGES=2 if value_dim <= block_v and v.dtype == torch.bfloat16 else 1, num_warps=8,
+        BLOCK_K=block_k, BLOCK_V=block_v, KIND=kind, STATES=adjoints.shape[1], BEFORE=before,
+        HAS_INITIAL=initial is not None, OPERAND=matrix_dtype(v.dtype), STAGES=stages, num_warps=8,
     )  # fmt: skip
 
 

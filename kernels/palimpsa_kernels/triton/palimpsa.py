@@ -19,7 +19,7 @@ from palimpsa_kernels.triton.states import chunk_states, pass_adjoints, pass_sta
 
 SPAN_BOUNDS = {torch.float32: (2.0, 16)}  # log-decay and tokens over which a state is run backwards
 DEFAULT_SPAN_BOUND = (4.0, 128)
-MAX_SPLITS = 8
+MAX_SPLITS = 4
 SHARING_HEADS = 4
 MAX_CHUNK = 1024  # offsets inside of a chunk are 32 bits wide
 
@@ -86,15 +86,16 @@ class ChunkPalimpsa(torch.autograd.Function):
         to_end, total = chunk_decays(log_alpha, chunks)
         spans = make_spans(log_alpha, chunks, *SPAN_BOUNDS.get(q.dtype, DEFAULT_SPAN_BOUND))
         splits = min(MAX_SPLITS, v.shape[2] // groups)
-        dk_parts = states.new_zeros(1 + splits, batch, tokens, groups, key_dim)
+        dk_parts = states.new_zeros(1 + 2 * splits, batch, tokens, groups, key_dim)
         own = elementwise_gradients(
             *loop_operands(q, k, v), v, beta, dy, log_alpha, spans, prior, ctx.scale, states, initial, chunks,
             dk_parts[0], prior_gradient=ctx.needs_input_grad[5],
         )  # fmt: skip
         initial_adjoint, products = pass_adjoints(own.adjoints, states, total, chunks, initial, final_adjoint)
-        dv, dbeta, inner = add_incoming(
-            k, v, beta, to_end, chunks, own.adjoints, own.dv_parts, own.dbeta_parts, dk_parts[1:]
-        )
+        (dv, dbeta), inner = add_incoming(
+            k, [v, beta], to_end, chunks, own.adjoints, [own.dv_parts, own.dbeta_parts],
+            dk_parts[1:].unflatten(0, (2, splits)),
+        )  # fmt: skip
         dlog_alpha = decay_gradient(own.dlog_alpha_parts, products, inner, chunks)
         dk = dk_parts.sum(0).to(k.dtype)
         dprior = None if own.dprior_parts is None else own.dprior_parts.sum((0, 2))

@@ -204,11 +204,11 @@ class ChunkSSD(torch.autograd.Function):
             q, k, v, dy, log_alpha, chunks.table, dq_parts[0], dk_parts[0], dv, dlog_alpha, batch * tokens, splits,
             heads, groups, q.stride(1), k.stride(1), v.stride(1), dy.stride(1), **launch_options(q, v),
         )  # fmt: skip
-        dv, _, inner = add_incoming(k, v, None, to_end, chunks, adjoints, dv[:, :, :, None], None, dk_parts[1])
+        (dv,), inner = add_incoming(k, [v], to_end, chunks, adjoints, [dv[:, :, :, None]], dk_parts[1:])
         outer = torch.empty_like(log_alpha)
         launch_incoming(
-            q, dy, None, from_start, chunks, states, initial, dv, dv, dv, dv, dq_parts[1], outer, before=True
-        )
+            q, dy, from_start, chunks, states, initial, dv, dv, dq_parts[1], outer, kind=0, before=True
+        )  # fmt: skip
         dlog_alpha = decay_gradient(dlog_alpha[..., None], products, inner, chunks, outer)
         dq, dk = (parts.sum((0, 1)).to(q.dtype) for parts in (dq_parts, dk_parts))
         d_initial = None if initial is None else to_public(initial_adjoint)[0]
