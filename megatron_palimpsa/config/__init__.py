@@ -1,0 +1,46 @@
+"""One YAML file a stage, read strictly into frozen dataclasses.
+
+`load_stage(path, overrides)` follows `base:`, applies dotted overrides (`train.micro_batch_size=2`) and refuses unknown
+keys and wrong types; `check_stage` refuses combinations that cannot run. Both raise a `ConfigError` that names the key,
+the value and what is allowed, and need neither torch nor a GPU.
+"""
+
+from megatron_palimpsa.config.checks import check_ranks, check_stage
+from megatron_palimpsa.config.reading import load_stage, save_resolved, stage_from_dict, to_dict
+from megatron_palimpsa.config.schema import (
+    LAYER_SYMBOLS,
+    CheckpointConfig,
+    ConfigError,
+    DataConfig,
+    InitFrom,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    StageConfig,
+    TrainConfig,
+    parse_count,
+)
+from megatron_palimpsa.config.strict_yaml import parse_yaml
+
+__all__ = [
+    "LAYER_SYMBOLS",
+    "CheckpointConfig",
+    "ConfigError",
+    "DataConfig",
+    "InitFrom",
+    "LoggingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "StageConfig",
+    "TrainConfig",
+    "check_ranks",
+    "check_stage",
+    "load_stage",
+    "parse_count",
+    "parse_yaml",
+    "save_resolved",
+    "stage_from_dict",
+    "to_dict",
+]

@@ -1,0 +1,101 @@
+"""Combinations of settings that cannot run, each valid by itself."""
+
+from __future__ import annotations
+
+from megatron_palimpsa.config.schema import LAYER_SYMBOLS, ConfigError, ModelConfig, ParallelConfig, StageConfig
+
+
+def check_stage(config: StageConfig, world_size: int = 1) -> None:
+    """Refuse combinations that cannot run on `world_size` ranks.
+
+    Raises:
+        ConfigError: names the key, its value and what is allowed.
+    """
+    model, train, parallel = config.model, config.train, config.parallel
+    unknown = sorted(set(model.pattern) - set(LAYER_SYMBOLS) - {"|"})
+    if unknown:
+        allowed = ", ".join(f"{symbol} ({meaning})" for symbol, meaning in LAYER_SYMBOLS.items())
+        raise ConfigError(
+            f"model.pattern={model.pattern!r}: unknown letter {unknown[0]!r}; allowed are {allowed} and |"
+        )
+    if not model.layers:
+        raise ConfigError(f"model.pattern={model.pattern!r}: holds no layer")
+    _divides("model.headdim", model.headdim, "d_inner (expand * hidden_size)", model.d_inner)
+    _divides("model.ngroups", model.ngroups, "the number of heads", model.nheads)
+    if model.norm_groups is not None:
+        _divides("model.norm_groups", model.norm_groups, "d_inner (expand * hidden_size)", model.d_inner)
+    _divides("parallel.tp", parallel.tp, "the number of heads (expand * hidden_size / headdim)", model.nheads)
+    _divides("parallel.tp", parallel.tp, "the padded vocabulary", model.padded_vocab_size)
+    if "*" in model.layers:
+        _check_attention(model, parallel.tp)
+    if "-" in model.layers:
+        if model.ffn_hidden_size is None:
+            raise ConfigError("model.ffn_hidden_size is missing: the pattern has MLP layers (-)")
+        _divides("parallel.tp", parallel.tp, "model.ffn_hidden_size", model.ffn_hidden_size)
+    _check_pipeline(model, parallel.pp)
+    if parallel.sequence_parallel:
+        if parallel.tp == 1:
+            raise ConfigError("parallel.sequence_parallel=true needs parallel.tp > 1")
+        tokens = train.micro_batch_size * model.seq_length
+        _divides("parallel.tp", parallel.tp, "the tokens of a microbatch (sequence parallel)", tokens)
+    check_ranks(parallel, world_size)
+    _check_batch(config, world_size // (parallel.tp * parallel.pp))
+    if model.dt_min >= model.dt_max:
+        raise ConfigError(f"model.dt_min={model.dt_min} must be below model.dt_max={model.dt_max}")
+    optimizer = config.optimizer
+    if optimizer.min_lr > optimizer.lr:
+        raise ConfigError(f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}")
+    if optimizer.warmup_steps >= config.total_steps and optimizer.schedule != "constant":
+        raise ConfigError(
+            f"optimizer.warmup_steps={optimizer.warmup_steps} leaves nothing of the stage's {config.total_steps} steps"
+        )
+
+
+def check_ranks(parallel: ParallelConfig, world_size: int) -> None:
+    """Raises ConfigError where the layout does not divide the ranks."""
+    if world_size % (parallel.tp * parallel.pp):
+        raise ConfigError(
+            f"parallel.tp={parallel.tp} * parallel.pp={parallel.pp} does not divide the {world_size} ranks started"
+        )
+
+
+def _divides(key: str, value: int, what: str, whole: int) -> None:
+    if whole % value:
+        raise ConfigError(f"{key}={value} does not divide {what}, which is {whole}")
+
+
+def _check_attention(model: ModelConfig, tp: int) -> None:
+    if model.num_attention_heads is None:
+        raise ConfigError("model.num_attention_heads is missing: the pattern has attention layers (*)")
+    _divides("model.num_attention_heads", model.num_attention_heads, "model.hidden_size", model.hidden_size)
+    groups = model.num_query_groups or model.num_attention_heads
+    _divides("model.num_query_groups", groups, "model.num_attention_heads", model.num_attention_heads)
+    _divides("parallel.tp", tp, "model.num_query_groups", groups)
+
+
+def _check_pipeline(model: ModelConfig, pp: int) -> None:
+    stages = model.pattern.split("|")
+    if pp == 1:
+        return
+    if len(stages) == 1:
+        if len(model.layers) % pp:
+            raise ConfigError(
+                f"parallel.pp={pp} does not divide the {len(model.layers)} layers of model.pattern={model.pattern!r}; "
+                f"mark the stages with | in the pattern"
+            )
+    elif len(stages) != pp or not all(stages):
+        raise ConfigError(
+            f"model.pattern={model.pattern!r} marks {len(stages)} pipeline stages (none may be empty), "
+            f"parallel.pp is {pp}"
+        )
+
+
+def _check_batch(config: StageConfig, data_parallel_size: int) -> None:
+    train, seq_length = config.train, config.model.seq_length
+    step = train.micro_batch_size * data_parallel_size * seq_length
+    if train.global_batch_tokens % step:
+        raise ConfigError(
+            f"train.global_batch_tokens={train.global_batch_tokens} is not a multiple of {step} "
+            f"(train.micro_batch_size {train.micro_batch_size} * data-parallel size {data_parallel_size} "
+            f"* model.seq_length {seq_length})"
+        )

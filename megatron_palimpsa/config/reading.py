@@ -1,0 +1,107 @@
+"""From a stage's YAML, its bases and overrides to its configuration, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from megatron_palimpsa.config.schema import ConfigError, StageConfig
+from megatron_palimpsa.config.strict_yaml import parse_yaml
+
+
+def load_stage(path: str | Path, overrides: list[str] | None = None) -> StageConfig:
+    """Read a stage's YAML with its bases, apply `section.key=value` overrides, check types.
+
+    Raises:
+        ConfigError: names the file, the key, the value and what is allowed.
+    """
+    tree = _read_tree(Path(path), ())
+    for override in overrides or []:
+        _apply_override(tree, override)
+    return stage_from_dict(tree, where=str(path))
+
+
+def stage_from_dict(tree: dict[str, Any], where: str) -> StageConfig:
+    try:
+        # Through JSON, where strict typing takes mappings for dataclasses and whole numbers for floats.
+        return TypeAdapter(StageConfig).validate_json(json.dumps(tree))
+    except ValidationError as error:
+        raise ConfigError(_describe(error, where)) from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def to_dict(config: StageConfig) -> dict[str, Any]:
+    return dataclasses.asdict(config)  # type: ignore[call-overload]
+
+
+def save_resolved(config: StageConfig, path: Path) -> None:
+    """Write the whole configuration, defaults included, so that the run can be read and repeated without its bases."""
+    path.write_text(yaml.safe_dump(to_dict(config), sort_keys=False))
+
+
+def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in seen:
+        raise ConfigError(f"{path}: base files form a circle")
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error}") from None
+    tree = parse_yaml(text, str(path))
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: expected a mapping of sections, found {type(tree).__name__}")
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: base={base!r} must be the path of a YAML file")
+    return _merge(_read_tree(path.parent / base, (*seen, path.resolve())), tree)
+
+
+def _merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in change.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"override {override!r}: expected section.key=value")
+    *sections, name = key.split(".")
+    for section in sections:
+        child = tree.get(section)
+        if child is None:
+            child = tree[section] = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {override!r}: {section!r} is not a section")
+        tree = child
+    tree[name] = parse_yaml(text, f"override {override!r}")
+
+
+def _describe(error: ValidationError, where: str) -> str:
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "unexpected_keyword_argument":
+            lines.append(f"{where}: unknown key {key!r}{_known_keys(item['loc'])}")
+        elif item["type"] == "missing":
+            lines.append(f"{where}: {key} is missing")
+        else:
+            lines.append(f"{where}: {key}={item['input']!r}: {item['msg']}")
+    return "\n".join(lines)
+
+
+def _known_keys(loc: tuple[int | str, ...]) -> str:
+    kind: Any = StageConfig
+    if len(loc) > 1:
+        hint = get_type_hints(StageConfig)[str(loc[0])]
+        kind = next(part for part in (hint, *get_args(hint)) if dataclasses.is_dataclass(part))
+    return f"; known keys are {', '.join(field.name for field in dataclasses.fields(kind))}"

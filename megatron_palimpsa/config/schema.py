@@ -1,0 +1,213 @@
+"""The settings of a stage, as frozen dataclasses; a wrong type, an unknown key or a number out of range is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+
+LAYER_SYMBOLS = {"P": "Palimpsa-M", "M": "Mamba2", "*": "attention", "-": "MLP"}
+
+
+class ConfigError(ValueError):
+    """Wrong input, found before anything starts; the command line turns it into exit code 2."""
+
+
+def parse_count(value: Any) -> Any:
+    """`10B`, `1.5M`, `64Ki` or a plain integer -> int (K, M, B, T are powers of 1000; Ki, Mi, Gi powers of 1024)."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|[KMBT]?)", value.strip())
+    if match is None:
+        raise ValueError(f"expected a count such as 4096, 64Ki, 1.5M or 10B, not {value!r}")
+    return round(Decimal(match[1]) * _SUFFIXES[match[2]])
+
+
+_LARGEST = 2**63 - 1  # what torch takes for a size or a seed
+Count = Annotated[int, BeforeValidator(parse_count), Field(gt=0, le=_LARGEST)]
+Positive = Annotated[int, Field(gt=0, le=_LARGEST)]
+NonNegative = Annotated[int, Field(ge=0, le=_LARGEST)]
+_LARGEST_FLOAT = 1e30  # float32 still has room to compute with it
+PositiveFloat = Annotated[float, Field(gt=0, le=_LARGEST_FLOAT, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=_LARGEST_FLOAT, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ModelConfig:
+    """Geometry and initialisation; the names follow Mamba2's (`d_state` is K, `headdim` is V of palimpsa_kernels)."""
+
+    pattern: Annotated[str, Field(min_length=1)]
+    """One letter a layer: P Palimpsa-M, M Mamba2, * attention, - MLP; `|` marks pipeline-stage borders."""
+    hidden_size: Positive
+    vocab_size: Count
+    """Ids the tokenizer may give; the embedding is padded up to a multiple of `vocab_multiple`."""
+    seq_length: Count
+    """Tokens in one packed sequence."""
+    d_state: Positive = 128
+    headdim: Positive = 64
+    expand: Positive = 2
+    ngroups: Positive = 1
+    d_conv: Annotated[int, Field(ge=2)] = 4
+    norm_groups: Positive | None = None
+    """Groups of the gated RMSNorm; None follows `ngroups` (state-spaces, Hugging Face, Megatron)."""
+    norm_eps: PositiveFloat = 1e-5
+    vocab_multiple: Positive = 16
+    tie_embeddings: bool = True
+    fp32_residual: bool = True
+    beta_rank: Positive = 128
+    """Rank of beta's projection in P layers (48 for 170M, 96 for 760M; the authors' layer default is 128)."""
+    beta_scale_init: Literal["scratch", "finetune", "finetune-effective"] = "scratch"
+    """b_scale, raw under a softplus: `scratch` 1, `finetune` U(0.1, 1), `finetune-effective` softplus in U(0.1, 1)."""
+    train_prior: bool = False
+    dt_min: PositiveFloat = 1e-3
+    dt_max: PositiveFloat = 1e-1
+    init_std: PositiveFloat = 0.02
+    num_attention_heads: Positive | None = None
+    num_query_groups: Positive | None = None
+    ffn_hidden_size: Positive | None = None
+
+    @property
+    def d_inner(self) -> int:
+        return self.expand * self.hidden_size
+
+    @property
+    def nheads(self) -> int:
+        return self.d_inner // self.headdim
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def layers(self) -> str:
+        """The pattern without pipeline borders."""
+        return self.pattern.replace("|", "")
+
+
+@dataclass(frozen=True, config=_STRICT)
+class DataConfig:
+    """Blend files (YAML lists of {set, weight, epochs}) of prepared sets; paths are relative to the working folder."""
+
+    train_blend: str
+    valid_blend: str
+    tokenizer: str
+    """SentencePiece `.model` file that the shards were made with."""
+    packing: Literal["concat", "best-fit"] = "concat"
+    """`concat` cuts one stream of documents every seq_length tokens; `best-fit` keeps them whole where they fit."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class TrainConfig:
+    """How long, how much at once and in which precision."""
+
+    tokens: Count
+    """Tokens of the stage; it ends with the first step that reaches them."""
+    global_batch_tokens: Count
+    micro_batch_size: Positive = 1
+    """Packed sequences a rank takes through the model at once."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    recompute: Literal["none", "full"] = "none"
+    eval_interval: Positive = 100
+    eval_batches: Positive = 8
+    stop_at_step: Positive | None = None
+    stop_at_tokens: Count | None = None
+    stop_after_minutes: PositiveFloat | None = None
+    max_grad_norm_ratio: PositiveFloat | None = 100.0
+    """A step whose gradient norm exceeds this multiple of the running median is skipped and counted; None: no bound."""
+    max_loss_rise: PositiveFloat | None = 5.0
+    """So is one whose loss lies more nats above the running median; None: no bound."""
+    max_bad_steps: Positive = 10
+    """Skipped steps in a row after which the run stops (exit code 3)."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class OptimizerConfig:
+    """AdamW and its schedule; the learning rate starts anew in every stage."""
+
+    lr: PositiveFloat
+    min_lr: NonNegativeFloat = 0.0
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: NonNegative = 200
+    weight_decay: NonNegativeFloat = 0.1
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: PositiveFloat = 1e-8
+    clip_grad: PositiveFloat = 1.0
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ParallelConfig:
+    """Layout; data parallelism is what the world size leaves over."""
+
+    engine: Literal["megatron"] = "megatron"
+    tp: Positive = 1
+    pp: Positive = 1
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = True
+
+
+@dataclass(frozen=True, config=_STRICT)
+class CheckpointConfig:
+    interval: Positive = 1000
+    """Steps between checkpoints; the end of the stage and every stop save one too."""
+    keep: Annotated[int, Field(ge=2)] = 2
+    """Newest complete checkpoints kept; at least two, so that a damaged one has a predecessor."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class LoggingConfig:
+    interval: Positive = 10
+    tensorboard: bool = True
+    wandb_project: Annotated[str, Field(pattern=r"^[^/\\#?%:]+$", max_length=128)] | None = None
+    """Set to log to Weights & Biases: online when a key is there, offline files otherwise."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class InitFrom:
+    """Start from another stage's last checkpoint."""
+
+    stage: str
+    """Name of a sibling stage in the same `output_dir`, or the path of a stage folder."""
+    load: Literal["weights", "weights+optimizer"] = "weights"
+
+
+@dataclass(frozen=True, config=_STRICT)
+class StageConfig:
+    """One training stage; its folder is `output_dir/name`."""
+
+    name: Annotated[str, Field(max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    output_dir: str
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
+    init_from: InitFrom | None = None
+    seed: NonNegative = 1234
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output_dir) / self.name
+
+    @property
+    def global_batch_size(self) -> int:
+        """Packed sequences a step."""
+        return self.train.global_batch_tokens // self.model.seq_length
+
+    @property
+    def total_steps(self) -> int:
+        return -(-self.train.tokens // self.train.global_batch_tokens)
+
+    def num_microbatches(self, data_parallel_size: int) -> int:
+        return self.global_batch_size // (self.train.micro_batch_size * data_parallel_size)
