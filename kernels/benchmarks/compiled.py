@@ -105,7 +105,12 @@ def configurations(target: str) -> dict[str, Configuration]:
         "chunk states": Configuration(states.chunk_state_kernel, state_options | {"IMPORTANCE": True}, 8, {}),
         "pass states": Configuration(states.pass_states_kernel, passing | {"STATES": 2}, 4, {}),
         "pass adjoints": Configuration(states.pass_adjoints_kernel, passing | {"STATES": 2}, 4, {}),
-        "spans": Configuration(decay.span_kernel, {"BLOCK_H": 32, "GROUP": decay.GROUP}, 1, {}),
+        "spans": Configuration(
+            decay.span_kernel,
+            {"BLOCK_H": 32, "GROUP": decay.GROUP, "FIRST_BOUND": decay.FIRST_BOUND} | {"FIRST_SPAN": decay.FIRST_SPAN},
+            1,
+            {},
+        ),
         "incoming": Configuration(
             incoming.incoming_kernel,
             incoming_options

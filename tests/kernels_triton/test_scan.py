@@ -163,6 +163,20 @@ def test_tokens_that_are_apart_in_memory() -> None:
     assert torch.equal(y, expected)
 
 
+def test_states_are_run_backwards_exactly_at_a_documents_start() -> None:
+    """They grow there by orders of magnitude; the gradient to the initial importance, kept in fp32, shows it."""
+    from palimpsa_kernels.triton import chunk_palimpsa
+
+    case = Case(tokens=64, heads=1, dtype=torch.bfloat16, chunk_size=64)
+    inputs, _ = make_inputs(case)
+    seeds = [torch.randn(1, 64, 1, 16).to(case.dtype).double(), *(torch.randn(1, 1, 16, 16).double() for _ in range(2))]
+    reference = run(palimpsa_reference, {name: x.double() for name, x in inputs.items()}, None, seeds)
+    moved = {name: x.to(DEVICE) for name, x in inputs.items()}
+    result = run(chunk_palimpsa, moved, None, seeds, output_final_state=True, chunk_size=64)
+    for name in ("dM", "dIbar", "dprior"):
+        assert relative_error(result[name], reference[name], 0.0) < 1e-5, name
+
+
 def test_gradients_are_the_same_in_every_run() -> None:
     from palimpsa_kernels.triton import chunk_palimpsa
 

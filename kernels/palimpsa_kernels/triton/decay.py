@@ -15,9 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from palimpsa_kernels.triton.chunks import Chunks
-from palimpsa_kernels.triton.primitives import chunk_bounds
+from palimpsa_kernels.triton.primitives import chunk_bounds, chunk_document
 
 GROUP = 4
+# In a document's first chunk states still grow from little, which running them backwards would round away.
+FIRST_BOUND, FIRST_SPAN = 2.0, 16
 HEADS_PER_PROGRAM = 32
 
 
@@ -44,12 +46,16 @@ def chunk_decay_kernel(log_alpha, table, to_end, from_start, total, H, BLOCK_H: 
 @triton.jit(do_not_specialize=["bound", "max_span"])
 def span_kernel(
     log_alpha, table, inv_a, rescale, starts, counts, H, bound, max_span, slots,
-    BLOCK_H: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_H: tl.constexpr, GROUP: tl.constexpr, FIRST_BOUND: tl.constexpr, FIRST_SPAN: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = h < H
     start, end = chunk_bounds(table, chunk)
+    _document, first = chunk_document(table, chunk)
+    if first == 1:
+        bound = tl.minimum(bound, FIRST_BOUND)
+        max_span = tl.minimum(max_span, FIRST_SPAN)
     size = (end - start).to(tl.int32)
     since_anchor = tl.zeros([BLOCK_H], tl.float32)
     anchor = tl.zeros([BLOCK_H], tl.int32)
@@ -114,6 +120,6 @@ def make_spans(log_alpha: Tensor, chunks: Chunks, bound: float, max_span: int) -
     grid = (chunks.places, triton.cdiv(heads, HEADS_PER_PROGRAM))
     span_kernel[grid](
         log_alpha, chunks.table, inv_a, rescale, starts, counts, heads, bound, max_span, slots,
-        BLOCK_H=HEADS_PER_PROGRAM, GROUP=GROUP, num_warps=1,
+        BLOCK_H=HEADS_PER_PROGRAM, GROUP=GROUP, FIRST_BOUND=FIRST_BOUND, FIRST_SPAN=FIRST_SPAN, num_warps=1,
     )  # fmt: skip
     return Spans(inv_a, rescale, starts, counts)
