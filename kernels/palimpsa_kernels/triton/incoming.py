@@ -165,15 +165,17 @@ def launch_incoming(
     heads, value_dim = v.shape[2:]
     block_k = max(16, triton.next_power_of_2(key_dim))
     block_v = max(16, min(64 if block_k <= 128 else 32, triton.next_power_of_2(value_dim)))
+    # Wide keys in fp32 fill the shared memory.
+    block_t = BLOCK_T if block_k <= 128 or v.dtype == torch.bfloat16 else BLOCK_T // 2
     splits = len(dk)
-    grid = (chunks.places, triton.cdiv(chunks.size, BLOCK_T), groups * splits)
+    grid = (chunks.places, triton.cdiv(chunks.size, block_t), groups * splits)
     # Prefetching the next head takes the shared memory of a Hopper or later.
     prefetch = value_dim <= block_v and v.dtype == torch.bfloat16 and v.is_cuda
     stages = 2 if prefetch and torch.cuda.get_device_capability(v.device)[0] >= 9 else 1
     incoming_kernel[grid](
         k, v, decay, chunks.table, adjoints, adjoints if initial is None else initial, dv_parts, dv, dk, inner,
         batch * tokens, splits, heads, groups, k.stride(1), v.stride(1),
-        K=key_dim, V=value_dim, PARTS_K=dv_parts.shape[3] if dv_parts.dim() == 5 else 1, BLOCK_T=BLOCK_T,
+        K=key_dim, V=value_dim, PARTS_K=dv_parts.shape[3] if dv_parts.dim() == 5 else 1, BLOCK_T=block_t,
         BLOCK_K=block_k, BLOCK_V=block_v, KIND=kind, STATES=adjoints.shape[1], BEFORE=before,
         HAS_INITIAL=initial is not None, OPERAND=matrix_dtype(v.dtype), STAGES=stages, num_warps=8,
     )  # fmt: skip
