@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="megatron-palimpsa",
         description="Train hybrid state-space models with Palimpsa layers in Megatron-Core.",
         epilog="Exit codes: 0 complete, 1 a file could not be written or read, 2 wrong input, 3 numerical stop, "
-        "75 saved and stopped (start again to go on).",
+        "75 saved and stopped (start again to go on), 130 interrupted with Ctrl-C.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
@@ -72,13 +72,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_demo(commands: argparse._SubParsersAction) -> None:
-    demo = commands.add_parser("demo", help="prepare real text and train the tiny three-stage run on this machine")
+    demo = commands.add_parser(
+        "demo",
+        help="prepare real text, train the small three-stage run on this machine and report",
+        description="Prepare real text, train three stages and report; started again it goes on where it was.",
+    )
     demo.add_argument("--folder", type=Path, default=Path("runs/demo"), help="where everything goes (%(default)s)")
     demo.set_defaults(command=_demo)
 
 
 def _add_prep(commands: argparse._SubParsersAction) -> None:
-    prep = commands.add_parser("prep", help="make shard sets and a tokenizer from text")
+    prep = commands.add_parser(
+        "prep",
+        help="make shard sets and a tokenizer from text",
+        description="Make shard sets, blends and a tokenizer from text; what is there already is verified and kept.",
+    )
     prep.add_argument("recipe", choices=["demo"], help="which data to prepare")
     prep.add_argument("--folder", type=Path, default=Path("runs/demo/data"), help="output folder (%(default)s)")
     prep.set_defaults(command=_prep)
@@ -92,26 +100,50 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     )
     train.add_argument("config", type=Path, metavar="CONFIG", help="the stage's YAML file")
     train.add_argument(
-        "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="for instance train.micro_batch_size=2"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="KEY=VALUE",
+        help="changes any key of the file, for instance train.micro_batch_size=2",
     )
     train.add_argument("--dry-run", action="store_true", help="print the resolved plan and start nothing")
     train.set_defaults(command=_train)
 
 
 def _add_generate(commands: argparse._SubParsersAction) -> None:
-    generate = commands.add_parser("generate", help="continue a text with a trained stage")
+    generate = commands.add_parser(
+        "generate",
+        help="continue a text with a trained stage",
+        description="Continue a text with a stage's newest checkpoint, finished or not; prints the continuation alone.",
+    )
     generate.add_argument("folder", type=Path, metavar="STAGE_FOLDER", help="for instance runs/demo/instruct")
-    generate.add_argument("prompt", nargs="?", help="the text to continue; standard input where it is left out")
-    generate.add_argument("--max-new-tokens", type=_token_count, default=128, metavar="N", help="(%(default)s)")
-    generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (%(default)s)")
+    generate.add_argument(
+        "prompt", nargs="?", metavar="PROMPT", help="the text to continue; standard input where it is left out"
+    )
+    generate.add_argument(
+        "--max-new-tokens", type=_token_count, default=128, metavar="N", help="at most so many (%(default)s)"
+    )
+    generate.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (%(default)s)"
+    )
     generate.add_argument("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest; 0: all")
-    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample among the likeliest mass P")
-    generate.add_argument("--seed", type=int, default=0, help="of the sampling (%(default)s)")
+    generate.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample among the likeliest tokens of mass P (%(default)s)",
+    )
+    generate.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (%(default)s)")
     generate.set_defaults(command=_generate)
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:
-    report = commands.add_parser("report", help="table and pictures of the stages in a folder")
+    report = commands.add_parser(
+        "report",
+        help="table and pictures of the stages in a folder",
+        description="Write FOLDER/report (table, pictures, generated lines) from the complete stages in FOLDER.",
+    )
     report.add_argument("folder", type=Path, metavar="FOLDER", help="the stages' output_dir, for instance runs/demo")
     report.set_defaults(command=_report)
 
@@ -190,6 +222,8 @@ def _start_logging(progress_to: TextIO) -> None:
     # Megatron says at every start that Transformer Engine and Apex, which are not needed, are not there.
     for category in (UserWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module=r"megatron\.core\.|torch\.")
+    # Nor is it worth a warning that a machine with nvcc has no GPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # A reader of the output that has gone stops no training, nor does it fill standard error.
     logging.raiseExceptions = False
     rank = launcher.rank()

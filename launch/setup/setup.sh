@@ -49,7 +49,7 @@ make_environment() {
     output=$("$python" -m venv --clear .venv 2>&1) || fail "$python -m venv --clear .venv failed: $output"
 }
 
-# pip's own output goes to the log; its last line, the seconds and the size of .venv show that it moves.
+# pip's own output goes to the log; its last line and the seconds show that it moves (without a terminal, now and then).
 watch_install() {
     started=$(date +%s)
     shown=""
@@ -59,7 +59,7 @@ watch_install() {
         line=$(tail -n 1 "$log" | tr '\r\t' '  ' | cut -c 1-90)
         if [ -t 1 ]; then
             printf '\r\033[K  %4d s  %s' "$seconds" "$line"
-        elif [ "$line" != "$shown" ] && [ $((seconds % 10)) -eq 0 ]; then
+        elif [ $((seconds % 30)) -eq 0 ] || { [ "$line" != "$shown" ] && [ $((seconds % 10)) -eq 0 ]; }; then
             printf '  %4d s  %s\n' "$seconds" "$line"
             shown="$line"
         fi

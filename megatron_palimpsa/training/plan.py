@@ -140,8 +140,8 @@ def describe(config: StageConfig, world_size: int, source: Source | None, data: 
         f"starts from    {_start(source)}",
         f"model          {parameters:,} parameters ({short_count(parameters)}), {len(model.layers)} layers ({counts}), "
         f"sequence length {model.seq_length:,}",
-        f"layout         {world_size} ranks: tp {parallel.tp}, pp {parallel.pp}, dp {dp}; "
-        f"{train.precision}, recompute {train.recompute}, "
+        f"layout         {world_size} rank{'s' if world_size > 1 else ''}: "
+        f"tp {parallel.tp}, pp {parallel.pp}, dp {dp}; {train.precision}, recompute {train.recompute}, "
         f"{'distributed' if parallel.distributed_optimizer else 'replicated'} optimizer",
         f"tokens         {train.tokens:,} in {steps:,} steps of {train.global_batch_tokens:,} "
         f"({config.global_batch_size} sequences, {config.num_microbatches(dp)} microbatches of "
@@ -151,7 +151,8 @@ def describe(config: StageConfig, world_size: int, source: Source | None, data: 
         *(f"{'data' if index == 0 else '':<14} {line}" for index, line in enumerate(data)),
         f"memory a rank  about {_size(memory.total)}: weights {_size(memory.weights)}, "
         f"gradients {_size(memory.gradients)}, optimizer {_size(memory.optimizer)}, "
-        f"activations {_size(memory.activations)} (these within a factor of two)",
+        f"activations {_size(memory.activations)} (these within a factor of two); "
+        "PyTorch and the program come on top",
         f"checkpoints    every {config.checkpoint.interval:,} steps, {config.checkpoint.keep} kept, about "
         f"{_size(checkpoint_bytes(model))} each",
     ]
