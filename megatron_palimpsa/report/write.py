@@ -13,7 +13,7 @@ from megatron_palimpsa.report.table import format_table
 from megatron_palimpsa.training.run_folder import RunFolder
 
 _PICTURES = {
-    "loss.png": "Training and validation loss over the stages.",
+    "loss.png": "Training and validation loss over the stages, each on text of its own.",
     "loss-by-position.png": "Validation loss by the token's position in its document, before and after {longest}.",
     "memory.png": "Memory window N_t = 1 / (1 - alpha_t) of every recurrent layer, and importance ratio "
     "r = (I_max - I_min) / I_min of every Palimpsa layer, at each validation.",
@@ -95,7 +95,8 @@ def _write_last(path: Path, text: str) -> None:
 
 
 def _markdown(rows: Sequence[StageSummary], samples: Sequence[Sample], longest: str) -> str:
-    parts = ["# Report", format_table(rows), "Losses are nats a token; tokens/s count the time in training steps."]
+    units = "Losses are nats a token, each stage's on text of its own; tokens/s count the time in training steps."
+    parts = ["# Report", format_table(rows), units]
     for name, caption in _PICTURES.items():
         parts.append(f"{caption.format(longest=longest)}\n\n![{name}]({name})")
     parts += [f"## Generated\n\nSampled at temperature {TEMPERATURE} from the likeliest {TOP_P} of the mass."]

@@ -72,7 +72,7 @@ def check_usable(config: StageConfig) -> None:
     if importlib.util.find_spec("wandb") is None:
         raise ConfigError(
             f"logging.wandb_project={config.logging.wandb_project!r} needs the package wandb: "
-            f'pip install "megatron-palimpsa[wandb]", or set logging.wandb_project=null'
+            "pip install wandb, or set logging.wandb_project=null"
         )
 
 
