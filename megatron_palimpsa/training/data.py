@@ -31,6 +31,7 @@ CHECKSUM_LIMIT = 2**30
 """Sets up to this many bytes are read whole and compared with their checksums when a stage starts; larger ones by
 sizes and indices only (`palimpsa_data.sets.verify` reads everything)."""
 
+_REMEDY = "prepare the data first, or start where that path leads to it"
 _PATTERN_LENGTH = 2**16
 
 
@@ -267,7 +268,9 @@ def _tokenizer_sha256(config: StageConfig) -> str:
     try:
         return sha256_file(Path(config.data.tokenizer))
     except OSError as error:
-        raise ConfigError(f"data.tokenizer={config.data.tokenizer}: cannot read it: {error.strerror}") from None
+        raise ConfigError(
+            f"data.tokenizer={config.data.tokenizer}: cannot read it: {error.strerror}; {_REMEDY}"
+        ) from None
 
 
 def read_blend(path: Path, where: str) -> list[BlendEntry]:
@@ -279,7 +282,7 @@ def read_blend(path: Path, where: str) -> list[BlendEntry]:
     try:
         content = parse_yaml(path.read_text(), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: cannot read the blend: {error}; prepare the data first") from None
+        raise ConfigError(f"{where}: cannot read the blend: {error}; {_REMEDY}") from None
     if not isinstance(content, list) or not content:
         raise ConfigError(f"{where}: expected a list of entries {{set, weight, epochs}}")
     return [_entry(item, path.parent, f"{where}, entry {number}") for number, item in enumerate(content, 1)]

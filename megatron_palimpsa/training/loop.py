@@ -72,6 +72,14 @@ class _Run:
     def train(self) -> ExitCode:
         """The loop: step, log, evaluate, save, until the tokens are done or a reason to stop comes up."""
         config, progress = self.config, self.progress
+        logger.info(
+            "Stage %s: %d parameters, %d steps of %d tokens, into %s",
+            config.name,
+            self.engine.num_parameters,
+            config.total_steps,
+            config.train.global_batch_tokens,
+            self.folder.path,
+        )
         batches = self.data.train_batches(
             progress.consumed_sequences,
             parallel_state.get_data_parallel_rank(),
