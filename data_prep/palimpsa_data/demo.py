@@ -17,11 +17,12 @@ from typing import Any
 import yaml
 
 from palimpsa_data.demo_sources import Sources
+from palimpsa_data.documents import Example, Skipped
 from palimpsa_data.errors import DataError
 from palimpsa_data.files import json_bytes, json_sha256, read_json, sha256_file, write_atomically
-from palimpsa_data.instruct import Example, encode_example
+from palimpsa_data.instruct import encode_example
 from palimpsa_data.sets import SetInfo, write_set
-from palimpsa_data.shards import Encoded, ShardSpec, Skipped, shard_stem, write_shard
+from palimpsa_data.shards import Encoded, ShardSpec, shard_stem, write_shard
 from palimpsa_data.tokenizer import Tokenizer, train_tokenizer
 
 VOCAB_SIZE = 2048

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from importlib import metadata, resources
 from pathlib import Path
 
+from palimpsa_data.documents import Example, Skipped
 from palimpsa_data.errors import DataError
 from palimpsa_data.files import json_sha256
-from palimpsa_data.instruct import Example
-from palimpsa_data.shards import Skipped
+from palimpsa_data.instruct import alpaca
 
 # Tests, generated tables and whatever a system keeps beside the standard library.
 _LEFT_OUT = {
@@ -189,7 +189,7 @@ def _first_paragraph(text: str) -> str:
 
 def _example(question: str, context: str, text: str) -> Example | Skipped:
     answer = _first_paragraph(text)
-    return Example(question, context, answer) if 40 <= len(answer) <= 400 else Skipped("answer too short or too long")
+    return alpaca(question, context, answer) if 40 <= len(answer) <= 400 else Skipped("answer too short or too long")
 
 
 def _function_examples(module: str, source: str) -> Iterator[Example | Skipped]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from palimpsa_data.shards import Encoded, Skipped
+from palimpsa_data.documents import Example, Skipped
+from palimpsa_data.shards import Encoded
 from palimpsa_data.tokenizer import Tokenizer
 
 _TASK = "Below is an instruction that describes a task"
@@ -14,26 +13,17 @@ _REQUEST = "Write a response that appropriately completes the request.\n\n### In
 _RESPONSE = "\n\n### Response:"
 
 
-@dataclass(frozen=True)
-class Example:
-    """`context` is Alpaca's `input`: the text that the instruction is about, or nothing."""
-
-    instruction: str
-    context: str
-    answer: str
-
-
-def prompt_parts(instruction: str, context: str) -> tuple[str, str, str]:
-    """The prompt as head, context and tail; only the context may be shortened."""
+def alpaca(instruction: str, context: str, answer: str, source: str = "") -> Example:
+    """An example with Alpaca's prompt; `context` is its `input`: the text that the instruction is about, or nothing."""
     if not context:
-        return f"{_TASK}. {_REQUEST}{instruction}", "", _RESPONSE
+        return Example(f"{_TASK}. {_REQUEST}{instruction}", "", _RESPONSE, answer, source)
     head = f"{_TASK}, paired with an input that provides further context. {_REQUEST}{instruction}\n\n### Input:\n"
-    return head, context, _RESPONSE
+    return Example(head, context, _RESPONSE, answer, source)
 
 
 def prompt(instruction: str, context: str = "") -> str:
     """The text that a model trained on these pairs expects before its answer."""
-    return "".join(prompt_parts(instruction, context))
+    return alpaca(instruction, context, "").prompt
 
 
 def encode_example(example: Example, tokenizer: Tokenizer, max_tokens: int) -> Encoded | Skipped:
@@ -41,7 +31,7 @@ def encode_example(example: Example, tokenizer: Tokenizer, max_tokens: int) -> E
 
     An example longer than `max_tokens` loses the end of its context, never anything of its answer.
     """
-    head, context, tail = (tokenizer.encode(part) for part in prompt_parts(example.instruction, example.context))
+    head, context, tail = (tokenizer.encode(part) for part in (example.head, example.context, example.tail))
     answer = [*tokenizer.encode(example.answer), tokenizer.eod_id]
     if len(answer) == 1:
         return Skipped("empty answer")

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from palimpsa_data.documents import Skipped
 from palimpsa_data.errors import DataError
 from palimpsa_data.files import (
     fsync,
@@ -46,13 +47,6 @@ class Encoded:
 
     tokens: np.ndarray
     mask: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A document left out; the manifest counts the reasons."""
-
-    reason: str
 
 
 @dataclass(frozen=True)

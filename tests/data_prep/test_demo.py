@@ -17,9 +17,8 @@ import pytest
 import yaml
 from palimpsa_data import demo, demo_sources
 from palimpsa_data.demo_sources import Sources, pieces
-from palimpsa_data.instruct import Example
+from palimpsa_data.documents import Example, Skipped
 from palimpsa_data.sets import SetReader, verify
-from palimpsa_data.shards import Skipped
 from palimpsa_data.tokenizer import Tokenizer
 
 SETS = [f"{kind}-{split}" for kind in ("code", "prose", "long", "instruct") for split in ("train", "valid")]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from palimpsa_data.instruct import Example, encode_example, prompt
-from palimpsa_data.shards import Encoded, Skipped
+from palimpsa_data.documents import Example, Skipped
+from palimpsa_data.instruct import alpaca, encode_example, prompt
+from palimpsa_data.shards import Encoded
 
 
 class Characters:
@@ -39,7 +40,7 @@ def test_the_prompts_are_alpacas() -> None:
 
 @pytest.mark.parametrize("context", ["", "the text"])
 def test_loss_is_on_the_answer_and_its_end(context: str) -> None:
-    encoded = encode(Example("Say it.", context, "So."), 1000)
+    encoded = encode(alpaca("Say it.", context, "So."), 1000)
     assert isinstance(encoded, Encoded)
     assert encoded.mask is not None
     assert text(encoded.tokens) == prompt("Say it.", context) + "So." + chr(2)
@@ -49,7 +50,7 @@ def test_loss_is_on_the_answer_and_its_end(context: str) -> None:
 
 def test_a_long_example_loses_the_end_of_its_context() -> None:
     whole = len(prompt("Say it.", "0123456789")) + len("The answer.") + 1
-    encoded = encode(Example("Say it.", "0123456789", "The answer."), whole - 4)
+    encoded = encode(alpaca("Say it.", "0123456789", "The answer."), whole - 4)
     assert isinstance(encoded, Encoded)
     assert text(encoded.tokens) == prompt("Say it.", "012345") + "The answer." + chr(2)
     assert len(encoded.tokens) == whole - 4
@@ -57,8 +58,8 @@ def test_a_long_example_loses_the_end_of_its_context() -> None:
 
 def test_what_cannot_keep_its_answer_is_left_out() -> None:
     least = len(prompt("Say it.", "x")) - 1 + len("The answer.") + 1
-    assert isinstance(encode(Example("Say it.", "0123456789", "The answer."), least), Encoded)
-    assert encode(Example("Say it.", "0123456789", "The answer."), least - 1) == Skipped(
+    assert isinstance(encode(alpaca("Say it.", "0123456789", "The answer."), least), Encoded)
+    assert encode(alpaca("Say it.", "0123456789", "The answer."), least - 1) == Skipped(
         f"longer than {least - 1} tokens without its context"
     )
-    assert encode(Example("Say it.", "", ""), 1000) == Skipped("empty answer")
+    assert encode(alpaca("Say it.", "", ""), 1000) == Skipped("empty answer")

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from palimpsa_data import DataError
+from palimpsa_data.documents import Skipped
 from palimpsa_data.shards import (
     Encoded,
     ShardSpec,
-    Skipped,
     check_shard,
     is_complete,
     manifest_path,
