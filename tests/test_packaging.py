@@ -127,5 +127,7 @@ def test_constraints_pin_every_direct_requirement_within_its_bounds() -> None:
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
     for requirement in (Requirement(text) for group in groups for text in group):
         name = requirement.name.lower()
+        if name == project["name"]:  # an extra that takes in another one
+            continue
         assert name in pins, f"{name} has no version in constraints.txt"
         assert requirement.specifier.contains(pins[name]), f"{name}=={pins[name]} is outside {requirement.specifier}"
