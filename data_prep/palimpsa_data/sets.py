@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,29 +54,14 @@ def write_set(folder: Path, name: str, tokenizer: TokenizerInfo, shards: dict[Pa
     """Write set.json over finished shards (stem -> manifest) in `folder`.
 
     Raises:
-        DataError: the shards were made with different tokenizers, or hold no token together.
+        DataError: the shards were made with different tokenizers, some with a loss mask and some without, or hold no
+            token together.
     """
-    manifests = list(shards.values())
-    skipped: Counter[str] = Counter()
     for stem, manifest in shards.items():
-        if manifest.spec.tokenizer_sha256 != tokenizer.sha256:
-            raise DataError(f"{manifest_path(stem)}: made with another tokenizer than the set; prepare the data again")
-        skipped.update(manifest.skipped)
-    info = SetInfo(
-        format=FORMAT,
-        name=name,
-        tokenizer=tokenizer,
-        loss_mask=any(manifest.spec.loss_mask for manifest in manifests),
-        documents=sum(manifest.documents for manifest in manifests),
-        tokens=sum(manifest.tokens for manifest in manifests),
-        trained_tokens=sum(manifest.trained_tokens for manifest in manifests),
-        longest=max(manifest.longest for manifest in manifests),
-        skipped=dict(sorted(skipped.items())),
-        shards=tuple(
-            ShardEntry(stem.name, sha256_file(manifest_path(stem)), manifest.documents, manifest.tokens)
-            for stem, manifest in shards.items()
-        ),
-    )
+        _require_tokenizer(stem, manifest, tokenizer)
+    if len({manifest.spec.loss_mask for manifest in shards.values()}) > 1:
+        raise DataError(f"set {folder}: some shards have a loss mask, some have none; make sets of their own of them")
+    info = _summary(folder, name, tokenizer, shards)
     if info.tokens == 0:
         raise DataError(f"set {folder} would hold no token; documents were skipped for {info.skipped or 'no reason'}")
     content = json_bytes(dataclasses.asdict(info))
@@ -83,6 +69,28 @@ def write_set(folder: Path, name: str, tokenizer: TokenizerInfo, shards: dict[Pa
     if not path.is_file() or path.read_bytes() != content:
         write_atomically(path, content)
     return info
+
+
+def _summary(folder: Path, name: str, tokenizer: TokenizerInfo, shards: dict[Path, Manifest]) -> SetInfo:
+    manifests = list(shards.values())
+    skipped: Counter[str] = Counter()
+    for manifest in manifests:
+        skipped.update(manifest.skipped)
+    return SetInfo(
+        format=FORMAT,
+        name=name,
+        tokenizer=tokenizer,
+        loss_mask=any(manifest.spec.loss_mask for manifest in manifests),
+        documents=sum(manifest.documents for manifest in manifests),
+        tokens=sum(manifest.tokens for manifest in manifests),
+        trained_tokens=sum(manifest.trained_tokens for manifest in manifests),
+        longest=max((manifest.longest for manifest in manifests), default=0),
+        skipped=dict(sorted(skipped.items())),
+        shards=tuple(
+            ShardEntry(stem.name, sha256_file(manifest_path(stem)), manifest.documents, manifest.tokens)
+            for stem, manifest in shards.items()
+        ),
+    )
 
 
 def read_set(folder: Path) -> SetInfo:
@@ -103,19 +111,29 @@ def read_set(folder: Path) -> SetInfo:
         raise DataError(f"{path}: not a set ({error}); prepare the data again") from None
 
 
-def check_set(folder: Path, *, checksums: bool) -> SetInfo:
-    """Check set.json, every manifest and every shard's sizes and index; every byte too with `checksums`.
+@dataclass(frozen=True)
+class Share:
+    """Every `count`-th file from number `index` on: what one of `count` ranks reads whole, so that none reads all."""
+
+    index: int = 0
+    count: int = 1
+
+    def has(self, number: int) -> bool:
+        return number % self.count == self.index
+
+
+def check_set(folder: Path, *, checksums: bool, share: Share = Share()) -> SetInfo:
+    """Check set.json, every manifest and every shard's sizes and index; with `checksums` what the files hold, too.
+
+    Args:
+        share: with `checksums`, the shards whose bytes are read.
 
     Raises:
-        DataError: names the file that is missing, truncated, swapped or changed.
+        DataError: names the first file that is missing, truncated, swapped or changed.
     """
     info = read_set(folder)
-    for entry in info.shards:
-        stem = folder / entry.name
-        path = manifest_path(stem)
-        if path.is_file() and sha256_file(path) != entry.manifest_sha256:
-            raise DataError(f"{path}: changed after {folder / 'set.json'} was written; prepare the data again")
-        check_shard(stem, checksums=checksums)
+    for problem in _problems(folder, info, checksums, share):
+        raise problem
     return info
 
 
@@ -125,12 +143,63 @@ def verify(folder: Path) -> SetInfo:
     Raises:
         DataError: names the first file that is not as it should be.
     """
-    info = check_set(folder, checksums=True)
-    reader = SetReader(folder, checksums=False)
-    for shard in reader.shards:
-        if shard.tokens.size and not 0 <= int(shard.tokens.max()) < info.tokenizer.vocab_size:
-            raise DataError(f"{shard.path}: id {int(shard.tokens.max())} >= vocabulary {info.tokenizer.vocab_size}")
-    return info
+    return check_set(folder, checksums=True)
+
+
+def find_problems(folder: Path, tokenizer_sha256: str | None = None) -> list[str]:
+    """What is wrong with a set, shard by shard, after reading every byte of it; empty where all is well.
+
+    Args:
+        tokenizer_sha256: the tokenizer that the set is to have been made with.
+    """
+    try:
+        info = read_set(folder)
+    except DataError as error:
+        return [str(error)]
+    found = [str(problem) for problem in _problems(folder, info, checksums=True, share=Share())]
+    if tokenizer_sha256 not in (None, info.tokenizer.sha256):
+        found.append(f"{folder / 'set.json'}: made with another tokenizer; prepare the data again with this one")
+    return found
+
+
+def _problems(folder: Path, info: SetInfo, checksums: bool, share: Share) -> Iterator[DataError]:
+    """One a shard at the most, then those of the set as a whole."""
+    manifests: dict[Path, Manifest] = {}
+    for number, entry in enumerate(info.shards):
+        try:
+            manifests[folder / entry.name] = _check_entry(folder, info, entry, checksums and share.has(number))
+        except DataError as error:
+            yield error
+    if len(manifests) == len(info.shards) and _summary(folder, info.name, info.tokenizer, manifests) != info:
+        yield DataError(f"{folder / 'set.json'}: does not say what its shards' manifests say; merge the set again")
+
+
+def _check_entry(folder: Path, info: SetInfo, entry: ShardEntry, content: bool) -> Manifest:
+    stem = folder / entry.name
+    path = manifest_path(stem)
+    if not path.is_file():
+        raise DataError(f"{path} is missing; prepare the data again")
+    if sha256_file(path) != entry.manifest_sha256:
+        raise DataError(f"{path}: changed after {folder / 'set.json'} was written; prepare the data again")
+    manifest = check_shard(stem, checksums=content)
+    _require_tokenizer(stem, manifest, info.tokenizer)
+    if content and manifest.tokens:
+        _check_ids(output_path(stem, ".bin"), manifest)
+    return manifest
+
+
+def _require_tokenizer(stem: Path, manifest: Manifest, tokenizer: TokenizerInfo) -> None:
+    made_with = (manifest.spec.tokenizer_sha256, manifest.spec.vocab_size)
+    if made_with != (tokenizer.sha256, tokenizer.vocab_size):
+        raise DataError(f"{manifest_path(stem)}: made with another tokenizer than the set; prepare the data again")
+
+
+def _check_ids(path: Path, manifest: Manifest) -> None:
+    tokens = np.memmap(path, np.dtype(manifest.dtype), mode="r")
+    least, most = int(tokens.min()), int(tokens.max())
+    if least < 0 or most >= manifest.spec.vocab_size:
+        bad = least if least < 0 else most
+        raise DataError(f"{path}: id {bad} is outside the vocabulary of {manifest.spec.vocab_size}; prepare it again")
 
 
 @dataclass(frozen=True)
@@ -144,15 +213,15 @@ class _Shard:
 class SetReader:
     """Random access to a set's documents, memory-mapped.
 
-    `lengths` [D] int64 holds the tokens of each document, in set order.
+    `lengths` [D] int32 holds the tokens of each document, in set order.
 
     Raises:
         DataError: see `check_set`.
     """
 
-    def __init__(self, folder: Path, *, checksums: bool) -> None:
+    def __init__(self, folder: Path, *, checksums: bool, share: Share = Share()) -> None:
         self.folder = folder
-        self.info = check_set(folder, checksums=checksums)
+        self.info = check_set(folder, checksums=checksums, share=share)
         self.sha256 = sha256_file(folder / "set.json")
         self.shards: list[_Shard] = []
         lengths = []
@@ -162,7 +231,7 @@ class SetReader:
             path = output_path(stem, ".bin")
             mask = _map(output_path(stem, ".mask.bin"), np.dtype(np.uint8)) if self.info.loss_mask else None
             self.shards.append(_Shard(path, _map(path, index.dtype), mask, index.starts))
-            lengths.append(index.lengths.astype(np.int64))
+            lengths.append(index.lengths)
         self.lengths = np.concatenate(lengths)
         self._first_document = np.cumsum([0, *(len(part) for part in lengths)])
 

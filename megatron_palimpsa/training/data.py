@@ -4,13 +4,14 @@ A packed sequence has a number n in the stage. `_Interleave` says which set sequ
 set came before it, the set's packing says which documents make it up: both in O(log) time, whatever n is, and nothing
 depends on the number of ranks. Position on resume is therefore the count of sequences consumed, and nothing else.
 
-Orders and packings are built in memory when a stage starts: 16 bytes a document and epoch for `concat`, more for
-`best-fit` (see `palimpsa_data.packing`); that is fine up to some ten million documents.
+Orders and packings are memory-mapped where `prep index` has written them beside the sets (`palimpsa_data.index`), or
+built in memory when the stage starts: a second or less, and some 100 MB, a million documents.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import sys
 from collections.abc import Iterator
@@ -21,16 +22,22 @@ from typing import Any
 import numpy as np
 from palimpsa_data import DataError
 from palimpsa_data.files import json_sha256, sha256_file
-from palimpsa_data.packing import BestFitPacking, ConcatPacking, Packing, Segment
-from palimpsa_data.sets import SetReader, TokenizerInfo, read_set
+from palimpsa_data.index import SetIndex
+from palimpsa_data.packing import VERSION, BestFitPacking, ConcatPacking, Packing, Segment
+from palimpsa_data.sets import SetInfo, SetReader, Share, TokenizerInfo, read_set
 
+from megatron_palimpsa import launcher
 from megatron_palimpsa.config import ConfigError, StageConfig, parse_yaml
 from megatron_palimpsa.training.batch import Batch
 
-CHECKSUM_LIMIT = 2**30
-"""Sets up to this many bytes are read whole and compared with their checksums when a stage starts; larger ones by
-sizes and indices only (`palimpsa_data.sets.verify` reads everything)."""
+logger = logging.getLogger(__name__)
 
+CHECKSUM_LIMIT = 2**28
+"""A set is read whole when a stage starts, and compared with its checksums and the vocabulary: one of up to this many
+bytes by every rank, a larger one by all ranks together, each its share of the shards. No rank goes on without the
+others, so a damaged shard that one of them finds stops all before the first step."""
+
+_INDEX_ADVISED = 2_000_000  # documents of a set, from which the time and memory that `prep index` saves matter
 _REMEDY = "prepare the data first, or start where that path leads to it"
 _PATTERN_LENGTH = 2**16
 
@@ -67,17 +74,17 @@ class StageData:
             or the stage's length; names the file, the key and what to do.
     """
 
-    def __init__(self, config: StageConfig) -> None:
+    def __init__(self, config: StageConfig, *, write_index: bool = False) -> None:
         self._config = config
         tokenizer = _tokenizer_sha256(config)
-        self._train = _Blend(config, "train_blend", tokenizer, endless=True)
-        self._valid = _Blend(config, "valid_blend", tokenizer, endless=False)
+        self._train = _Blend(config, "train_blend", tokenizer, endless=True, write_index=write_index)
+        self._valid = _Blend(config, "valid_blend", tokenizer, endless=False, write_index=write_index)
         self._train.check_epochs(config.total_steps * config.global_batch_size)
         self.fingerprint = json_sha256(
             {
                 "sets": [reader.sha256 for reader in self._train.readers],
                 "weights": [entry.weight for entry in self._train.entries],
-                "packing": config.data.packing,
+                "packing": [config.data.packing, VERSION],
                 "seq_length": config.model.seq_length,
                 "seed": config.seed,
             }
@@ -109,6 +116,12 @@ class StageData:
     def sources(self) -> list[Source]:
         """What the stage takes from each set of the training blend."""
         return self._train.sources(self._config.total_steps * self._config.global_batch_size)
+
+    def prepare_index(self) -> list[Path]:
+        """Have the orders of all the stage's epochs made; -> the index folders, with `write_index` on the disk."""
+        self._train.prepare([math.ceil(source.epochs) + 1 for source in self.sources()])
+        self._valid.prepare([1] * len(self._valid.readers))
+        return sorted({index.folder for blend in (self._train, self._valid) for index in blend.indices})
 
     def _batch(self, blend: _Blend, places: list[tuple[int, int]]) -> Batch:
         row = _Row(self._config.train.micro_batch_size * self._config.model.seq_length, blend.pad_id)
@@ -152,15 +165,16 @@ class _Row:
 class _Blend:
     """The sets of one blend file, opened, checked and packed."""
 
-    def __init__(self, config: StageConfig, key: str, tokenizer_sha256: str, *, endless: bool) -> None:
+    def __init__(
+        self, config: StageConfig, key: str, tokenizer_sha256: str, *, endless: bool, write_index: bool
+    ) -> None:
         self._path = Path(getattr(config.data, key))
         self._where = f"data.{key}={self._path}"
         self.entries = read_blend(self._path, self._where)
         self.readers = [self._open(entry, config, tokenizer_sha256) for entry in self.entries]
         self.pad_id = self.readers[0].info.tokenizer.pad_id
-        self.packings = [
-            _packing(reader.lengths, config, number, endless=endless) for number, reader in enumerate(self.readers)
-        ]
+        self.indices = [self._index(reader, write_index) for reader in self.readers]
+        self.packings = [self._packing(number, config, endless) for number in range(len(self.readers))]
         weights = np.array([entry.weight for entry in self.entries])
         tokens = np.array([packing.tokens_per_sequence for packing in self.packings])
         # Relative to the largest, so that no weight is too large or too small to add up.
@@ -176,8 +190,7 @@ class _Blend:
                     f"{self._where}: set {entry.folder} holds nothing to learn: no document has a next token that "
                     f"counts; leave the set out"
                 )
-            small = info.tokens * 2 <= CHECKSUM_LIMIT
-            return SetReader(entry.folder, checksums=small)
+            return SetReader(entry.folder, checksums=True, share=_share(info))
         except DataError as error:
             raise ConfigError(f"{self._where}: {error}") from None
 
@@ -194,6 +207,35 @@ class _Blend:
                 f"{self._where}: set {entry.folder} was made with another tokenizer than "
                 f"data.tokenizer={config.data.tokenizer}; name the right one or prepare the set again"
             )
+
+    def _index(self, reader: SetReader, write: bool) -> SetIndex:
+        try:
+            return SetIndex(reader, _share(reader.info), write=write)
+        except DataError as error:
+            raise ConfigError(f"{self._where}: {error}") from None
+
+    def _packing(self, number: int, config: StageConfig, endless: bool) -> Packing:
+        lengths, index = self.readers[number].lengths, self.indices[number]
+        key, seq_length = (config.seed, number), config.model.seq_length
+        packing: Packing
+        if config.data.packing == "best-fit":
+            packing = BestFitPacking(lengths, seq_length, key, arrays=index)
+        else:
+            packing = ConcatPacking(lengths, seq_length, key, endless=endless, arrays=index)
+        packing.prepare(0)
+        if index.built and len(lengths) > _INDEX_ADVISED:
+            logger.info(
+                "%s: every rank built the order of %d documents in memory; `prep index` builds it once",
+                self.readers[number].folder,
+                len(lengths),
+            )
+        return packing
+
+    def prepare(self, epochs: list[int]) -> None:
+        """Have the orders of the first `epochs` of each set made."""
+        for packing, count in zip(self.packings, epochs, strict=True):
+            for epoch in range(count):
+                packing.prepare(epoch)
 
     def place(self, n: int) -> tuple[int, int]:
         """Sequence n of the blend -> (number of its set, sequence within the set's endless run)."""
@@ -257,11 +299,11 @@ class _Interleave:
         return rounds * int(self._before[-1, number]) + int(self._before[rest, number])
 
 
-def _packing(lengths: np.ndarray, config: StageConfig, number: int, *, endless: bool) -> Packing:
-    key = (config.seed, number)
-    if config.data.packing == "best-fit":
-        return BestFitPacking(lengths, config.model.seq_length, key)
-    return ConcatPacking(lengths, config.model.seq_length, key, endless=endless)
+def _share(info: SetInfo) -> Share:
+    """The shards of a set whose bytes this rank reads when the stage starts."""
+    if info.tokens * 2 <= CHECKSUM_LIMIT:
+        return Share()
+    return Share(launcher.rank(), launcher.world_size())
 
 
 def _tokenizer_sha256(config: StageConfig) -> str:

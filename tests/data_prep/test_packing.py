@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from itertools import pairwise
 
@@ -98,12 +99,17 @@ def test_the_order_is_fixed_for_good() -> None:
     assert shuffled(8, 1234, 0, 0).tolist() == [5, 6, 3, 7, 4, 1, 2, 0]
 
 
+def bins(lengths: list[int], capacity: int) -> list[list[int]]:
+    items, offsets = best_fit_decreasing(np.array(lengths, np.int64), capacity)
+    return [items[start:end].tolist() for start, end in pairwise(offsets)]
+
+
 def test_best_fit_takes_the_tightest_bin() -> None:
     # 9 and 8 open bins with room for 1 and 2; 2 goes to the tighter that takes it, 1 to the other.
-    assert best_fit_decreasing(np.array([1, 8, 2, 9, 0]), 10) == [[3, 0], [1, 2]]
+    assert bins([1, 8, 2, 9, 0], 10) == [[3, 0], [1, 2]]
 
 
-@given(st.lists(st.integers(0, 20), max_size=40))
+@given(st.lists(st.integers(0, 20), max_size=60))
 def test_best_fit_against_a_plain_search(lengths: list[int]) -> None:
     rooms: list[int] = []
     for length in sorted((length for length in lengths if length), reverse=True):
@@ -112,11 +118,25 @@ def test_best_fit_against_a_plain_search(lengths: list[int]) -> None:
         if fitting:
             rooms.remove(room)
         rooms.append(room - length)
-    bins = best_fit_decreasing(np.array(lengths, np.int64), 20)
-    assert sorted(20 - sum(lengths[item] for item in items) for items in bins) == sorted(rooms)
+    packed = bins(lengths, 20)
+    assert sorted(20 - sum(lengths[item] for item in items) for items in packed) == sorted(rooms)
+    assert sorted(item for items in packed for item in items) == [i for i, length in enumerate(lengths) if length]
+    assert all(items == sorted(items, key=lambda item: -lengths[item]) for items in packed)
 
 
-def test_fill_on_documents_of_realistic_lengths() -> None:
-    lengths = np.random.default_rng(0).lognormal(6.5, 1.2, 20_000).astype(np.int64) + 1
+@pytest.mark.parametrize("count", [20_000, 300_000])
+def test_fill_on_documents_of_realistic_lengths(count: int) -> None:
+    """Web text: a median of 500 tokens and a long tail, some documents longer than the sequence."""
+    lengths = np.random.default_rng(0).lognormal(6.3, 1.4, count).astype(np.int32) + 1
     packing = BestFitPacking(lengths, 32_768, (1, 0))
-    assert packing.tokens_per_sequence / 32_768 > 0.995
+    assert lengths.max() > 32_768
+    assert packing.tokens_per_sequence / 32_768 >= 0.995
+    assert packing.tokens_per_sequence * packing.sequences == pytest.approx(lengths.sum(dtype=np.int64))
+
+
+def test_millions_of_documents_are_packed_in_seconds() -> None:
+    """Fifteen times what it takes on an idle core, half of what placing document after document takes."""
+    lengths = np.random.default_rng(0).lognormal(6.3, 1.4, 1_000_000).astype(np.int32) + 1
+    start = time.process_time()
+    BestFitPacking(lengths, 32_768, (1, 0))
+    assert time.process_time() - start < 8

@@ -8,10 +8,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.corruptions import CORRUPTIONS, Corruption, write_sealed_set
 from helpers.datasets import fake_tokenizer, random_documents, tiny_set
 from palimpsa_data import DataError
 from palimpsa_data.files import json_bytes, sha256_file
-from palimpsa_data.sets import SetReader, TokenizerInfo, check_set, read_set, verify, write_set
+from palimpsa_data.sets import (
+    SetReader,
+    Share,
+    TokenizerInfo,
+    check_set,
+    find_problems,
+    read_set,
+    verify,
+    write_set,
+)
 from palimpsa_data.shards import read_manifest
 
 DOCUMENTS = random_documents(20, 30, 100, seed=1)
@@ -100,7 +110,7 @@ def test_verify_looks_at_the_ids_themselves(tmp_path: Path, tokenizer: Tokenizer
     content = json.loads((tmp_path / "s" / "set.json").read_text())
     content["shards"][0]["manifest_sha256"] = sha256_file(Path(f"{stem}.manifest.json"))
     (tmp_path / "s" / "set.json").write_bytes(json_bytes(content))
-    with pytest.raises(DataError, match=r"s-00000-of-00001\.bin: id 600 >= vocabulary 100"):
+    with pytest.raises(DataError, match=r"s-00000-of-00001\.bin: id 600 is outside the vocabulary of 100"):
         verify(tmp_path / "s")
 
 
@@ -110,3 +120,50 @@ def test_another_file_in_place_of_set_json_is_refused(tmp_path: Path, tokenizer:
     (tmp_path / "s" / "set.json").write_bytes(content)
     with pytest.raises(DataError, match=r"set\.json"):
         read_set(tmp_path / "s")
+
+
+@pytest.mark.parametrize("corruption", CORRUPTIONS, ids=lambda corruption: corruption.name)
+def test_every_corruption_is_found_and_its_shard_named(
+    corruption: Corruption, tmp_path: Path, tokenizer: TokenizerInfo
+) -> None:
+    write_sealed_set(tmp_path / "s", tokenizer)
+    assert find_problems(tmp_path / "s", tokenizer.sha256) == []
+    corruption.apply(tmp_path / "s")
+    problems = find_problems(tmp_path / "s")
+    assert any(corruption.named in problem for problem in problems)
+    assert all("again" in problem for problem in problems)
+    with pytest.raises(DataError):
+        verify(tmp_path / "s")
+
+
+def test_a_set_of_another_tokenizer_is_found(tmp_path: Path, tokenizer: TokenizerInfo) -> None:
+    write_sealed_set(tmp_path / "s", tokenizer)
+    (problem,) = find_problems(tmp_path / "s", "another hash")
+    assert "set.json: made with another tokenizer" in problem
+
+
+def test_all_bad_shards_are_named(tmp_path: Path, tokenizer: TokenizerInfo) -> None:
+    tiny_set(tmp_path / "s", DOCUMENTS, tokenizer, shards=4)
+    for shard in (1, 3):
+        (tmp_path / "s" / f"s-0000{shard}-of-00004.bin").unlink()
+    problems = find_problems(tmp_path / "s")
+    assert [f"s-0000{shard}-of-00004" in problem for shard, problem in zip((1, 3), problems, strict=True)] == [True] * 2
+
+
+def test_shares_together_read_everything(tmp_path: Path, tokenizer: TokenizerInfo) -> None:
+    tiny_set(tmp_path / "s", DOCUMENTS, tokenizer, shards=4)
+    for shard in range(4):
+        path = tmp_path / "s" / f"s-0000{shard}-of-00004.bin"
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-2] + whole[-4:-2])
+        found = [rank for rank in range(3) if not whole_to(tmp_path / "s", Share(rank, 3))]
+        assert found == [shard % 3]
+        path.write_bytes(whole)
+
+
+def whole_to(folder: Path, share: Share) -> bool:
+    try:
+        check_set(folder, checksums=True, share=share)
+    except DataError:
+        return False
+    return True
