@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from palimpsa_data import tokenizers
 from palimpsa_data.demo_sources import Sources
 from palimpsa_data.documents import Example, Skipped
 from palimpsa_data.errors import DataError
@@ -23,7 +24,6 @@ from palimpsa_data.files import json_bytes, json_sha256, read_json, sha256_file,
 from palimpsa_data.instruct import encode_example
 from palimpsa_data.sets import SetInfo, write_set
 from palimpsa_data.shards import Encoded, ShardSpec, shard_stem, write_shard
-from palimpsa_data.tokenizer import Tokenizer, train_tokenizer
 
 VOCAB_SIZE = 2048
 MAX_EXAMPLE_TOKENS = 512
@@ -84,7 +84,7 @@ def report_text(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _report(sources: Sources, tokenizer: Tokenizer, infos: dict[str, SetInfo]) -> dict[str, Any]:
+def _report(sources: Sources, tokenizer: tokenizers.Tokenizer, infos: dict[str, SetInfo]) -> dict[str, Any]:
     keys = ("documents", "tokens", "trained_tokens", "longest", "skipped")
     return {
         "sources": sources.versions,
@@ -98,7 +98,7 @@ def _write_if_changed(path: Path, content: bytes) -> None:
         write_atomically(path, content)
 
 
-def _tokenizer(path: Path, sources: Sources) -> Tokenizer:
+def _tokenizer(path: Path, sources: Sources) -> tokenizers.Tokenizer:
     """The model file of an earlier call if it is whole and made from these sources, or a new one."""
     record = path.with_suffix(".json")
     wanted = {"input_sha256": sources.sha256, "config_sha256": json_sha256([_RECIPE, VOCAB_SIZE])}
@@ -108,9 +108,9 @@ def _tokenizer(path: Path, sources: Sources) -> Tokenizer:
         made = False
     if not made:
         texts = (text for kind in _KINDS[:3] for text in _documents(kind, "train", sources) if isinstance(text, str))
-        write_atomically(path, train_tokenizer(texts, VOCAB_SIZE))
+        write_atomically(path, tokenizers.train_sentencepiece(texts, VOCAB_SIZE))
         write_atomically(record, json_bytes({**wanted, "sha256": sha256_file(path)}))
-    return Tokenizer(path)
+    return tokenizers.load(path)
 
 
 def _documents(kind: str, split: str, sources: Sources) -> Iterator[str | Skipped | Example]:
@@ -119,7 +119,7 @@ def _documents(kind: str, split: str, sources: Sources) -> Iterator[str | Skippe
             yield text.content
 
 
-def _set(folder: Path, kind: str, split: str, sources: Sources, tokenizer: Tokenizer) -> SetInfo:
+def _set(folder: Path, kind: str, split: str, sources: Sources, tokenizer: tokenizers.Tokenizer) -> SetInfo:
     name = f"{kind}-{split}"
     shards = _TRAIN_SHARDS if split == "train" else 1
     manifests = {}
@@ -139,7 +139,7 @@ def _set(folder: Path, kind: str, split: str, sources: Sources, tokenizer: Token
 
 
 def _encoded(
-    kind: str, split: str, shard: int, shards: int, sources: Sources, tokenizer: Tokenizer
+    kind: str, split: str, shard: int, shards: int, sources: Sources, tokenizer: tokenizers.Tokenizer
 ) -> Iterator[Encoded | Skipped]:
     for number, item in enumerate(_documents(kind, split, sources)):
         if number % shards != shard:

@@ -6,7 +6,7 @@ import numpy as np
 
 from palimpsa_data.documents import Example, Skipped
 from palimpsa_data.shards import Encoded
-from palimpsa_data.tokenizer import Tokenizer
+from palimpsa_data.tokenizers import Tokenizer
 
 _TASK = "Below is an instruction that describes a task"
 _REQUEST = "Write a response that appropriately completes the request.\n\n### Instruction:\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from palimpsa_data.tokenizer import Tokenizer
+from palimpsa_data import tokenizers
 
 from megatron_palimpsa import parallel
 from megatron_palimpsa.config import ConfigError, ParallelConfig, load_stage
@@ -35,7 +35,7 @@ def generate_text(
     """
     folder = RunFolder(stage)
     config = dataclasses.replace(load_stage(folder.config), parallel=ParallelConfig(distributed_optimizer=False))
-    tokenizer = Tokenizer(Path(config.data.tokenizer))
+    tokenizer = tokenizers.load(Path(config.data.tokenizer))
     parallel.initialize(config.parallel, config.seed)
     try:
         path = checkpoint.latest(folder.checkpoints)
@@ -46,7 +46,7 @@ def generate_text(
         (model,) = engine.model
         ids = generate(
             model,
-            tokenizer.encode(prompt),
+            tokenizer.encode(prompt).tolist(),
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,

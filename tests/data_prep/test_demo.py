@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 import yaml
-from palimpsa_data import demo, demo_sources
+from palimpsa_data import demo, demo_sources, tokenizers
 from palimpsa_data.demo_sources import Sources, pieces
 from palimpsa_data.documents import Example, Skipped
 from palimpsa_data.sets import SetReader, verify
-from palimpsa_data.tokenizer import Tokenizer
 
 SETS = [f"{kind}-{split}" for kind in ("code", "prose", "long", "instruct") for split in ("train", "valid")]
 
@@ -52,7 +51,7 @@ def test_sets_verify_and_hold_enough(prepared: Path) -> None:
 
 
 def test_every_document_ends_once(prepared: Path) -> None:
-    tokenizer = Tokenizer(prepared / "tokenizer.model")
+    tokenizer = tokenizers.load(prepared / "tokenizer.model")
     for name in SETS:
         for document in documents(prepared, name):
             assert document[-1] == tokenizer.eod_id
@@ -60,7 +59,7 @@ def test_every_document_ends_once(prepared: Path) -> None:
 
 
 def test_code_is_this_pythons_own(prepared: Path) -> None:
-    tokenizer = Tokenizer(prepared / "tokenizer.model")
+    tokenizer = tokenizers.load(prepared / "tokenizer.model")
     texts = [tokenizer.decode(list(document)) for document in documents(prepared, "long-train")]
     assert any(text.encode() == Path(subprocess.__file__).read_bytes() for text in texts)
 
@@ -87,7 +86,7 @@ def test_all_kinds_split_modules_alike(sources: Sources) -> None:
 
 
 def test_loss_is_on_the_answers_alone(prepared: Path, sources: Sources) -> None:
-    tokenizer = Tokenizer(prepared / "tokenizer.model")
+    tokenizer = tokenizers.load(prepared / "tokenizer.model")
     reader = SetReader(prepared / "sets" / "instruct-train", checksums=False)
     examples = {text.content for text in sources.documents("instruct") if isinstance(text.content, Example)}
     answers = {example.answer for example in examples}

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from palimpsa_data import tokenizers
 from palimpsa_data.sets import write_set
 from palimpsa_data.shards import Encoded, ShardSpec, shard_stem, write_shard
-from palimpsa_data.tokenizer import Tokenizer, train_tokenizer
 
 VOCAB_SIZE = 320
 SEQ_LENGTH = 32
@@ -45,8 +45,8 @@ def make_data(folder: Path) -> Path:
     generator = random.Random(5)
     words = ["".join(generator.choices("abcdefghij", k=generator.randint(2, 6))) for _ in range(40)]
     texts = [" ".join(generator.choices(words, k=generator.randint(3, 40))) for _ in range(60)]
-    (folder / "tokenizer.model").write_bytes(train_tokenizer(texts, VOCAB_SIZE))
-    tokenizer = Tokenizer(folder / "tokenizer.model")
+    (folder / "tokenizer.model").write_bytes(tokenizers.train_sentencepiece(texts, VOCAB_SIZE))
+    tokenizer = tokenizers.load(folder / "tokenizer.model")
     for split, part in (("train", texts[:50]), ("valid", texts[50:])):
         spec = ShardSpec("0" * 64, tokenizer.sha256, split, tokenizer.vocab_size, loss_mask=False)
         stem = shard_stem(folder / split, split, 0, 1)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.runs import read_checkpoint, train_in_new_process, write_stage
-from palimpsa_data.tokenizer import Tokenizer
+from palimpsa_data import tokenizers
 
 from megatron_palimpsa import cli, parallel
 from megatron_palimpsa.config import load_stage
@@ -24,16 +24,16 @@ def stage_folder(tmp_path_factory, tiny_data):
 
 def test_text_is_that_of_the_checkpoints_weights(stage_folder, tmp_path):
     config = load_stage(stage_folder / "config.yaml")
-    tokenizer = Tokenizer(Path(config.data.tokenizer))
+    tokenizer = tokenizers.load(Path(config.data.tokenizer))
     weights = read_checkpoint(stage_folder / "checkpoints" / "step-8", tmp_path)
     parallel.initialize(config.parallel, seed=1)
     try:
         model = build_model(config)
-        initial = generate(model, tokenizer.encode("abc"), max_new_tokens=12)
+        initial = generate(model, tokenizer.encode("abc").tolist(), max_new_tokens=12)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(weights[name])
-        expected = generate(model, tokenizer.encode("abc"), max_new_tokens=12, stop_ids=(tokenizer.eod_id,))
+        expected = generate(model, tokenizer.encode("abc").tolist(), max_new_tokens=12, stop_ids=(tokenizer.eod_id,))
     finally:
         parallel.destroy()
     assert expected != initial

@@ -10,7 +10,7 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 from palimpsa_data import DataError
-from palimpsa_data.tokenizer import Tokenizer, train_tokenizer
+from palimpsa_data.tokenizers import Tokenizer, load, train_sentencepiece
 
 LITERALS = "<s> </s> <unk> <pad> <|endoftext|> <0x0A> <0x00>\n</s>\n\n<|endoftext|>"
 
@@ -23,12 +23,12 @@ def texts() -> list[str]:
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
-    path.write_bytes(train_tokenizer(texts(), 512))
-    return Tokenizer(path)
+    path.write_bytes(train_sentencepiece(texts(), 512))
+    return load(path)
 
 
 def test_the_same_text_gives_the_same_bytes(tokenizer: Tokenizer) -> None:
-    assert train_tokenizer(iter(texts()), 512) == tokenizer.path.read_bytes()
+    assert train_sentencepiece(iter(texts()), 512) == tokenizer.path.read_bytes()
 
 
 def test_special_ids_are_distinct(tokenizer: Tokenizer) -> None:
@@ -40,7 +40,7 @@ def test_special_ids_are_distinct(tokenizer: Tokenizer) -> None:
 
 def test_literal_control_strings_stay_text(tokenizer: Tokenizer) -> None:
     """Even when the tokenizer was trained on a text full of them."""
-    ids = tokenizer.encode(LITERALS)
+    ids = tokenizer.encode(LITERALS).tolist()
     assert min(ids) > 3
     assert tokenizer.decode(ids) == LITERALS
     assert tokenizer.encode_document(LITERALS).tolist() == [*ids, tokenizer.eod_id]
@@ -54,7 +54,7 @@ def test_whitespace_of_code_is_kept_and_short(tokenizer: Tokenizer) -> None:
 
 def test_parts_cut_at_line_breaks_encode_like_the_whole(tokenizer: Tokenizer) -> None:
     """Nothing is put in front of a text, so prompts can be encoded in parts."""
-    assert tokenizer.encode("def f():\n    return") == [
+    assert tokenizer.encode("def f():\n    return").tolist() == [
         *tokenizer.encode("def f():"),
         *tokenizer.encode("\n"),
         *tokenizer.encode("    return"),
@@ -72,12 +72,12 @@ def test_every_text_comes_back(tokenizer: Tokenizer, text: str) -> None:
 
 def test_wrong_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.model"):
-        Tokenizer(tmp_path / "none.model")
+        load(tmp_path / "none.model")
     (tmp_path / "text.model").write_text("not a model")
     with pytest.raises(DataError, match=r"text\.model"):
-        Tokenizer(tmp_path / "text.model")
+        load(tmp_path / "text.model")
 
 
 def test_too_little_text_is_said() -> None:
     with pytest.raises(DataError, match="cannot train a tokenizer with 2048 ids"):
-        train_tokenizer(["short"], 2048)
+        train_sentencepiece(["short"], 2048)
