@@ -13,12 +13,18 @@ _REQUEST = "Write a response that appropriately completes the request.\n\n### In
 _RESPONSE = "\n\n### Response:"
 
 
-def alpaca(instruction: str, context: str, answer: str, source: str = "") -> Example:
-    """An example with Alpaca's prompt; `context` is its `input`: the text that the instruction is about, or nothing."""
-    if not context:
-        return Example(f"{_TASK}. {_REQUEST}{instruction}", "", _RESPONSE, answer, source)
-    head = f"{_TASK}, paired with an input that provides further context. {_REQUEST}{instruction}\n\n### Input:\n"
-    return Example(head, context, _RESPONSE, answer, source)
+def alpaca(
+    instruction: str, context: str, answer: str, source: str = "", *, shorten_instruction: bool = False
+) -> Example:
+    """An example with Alpaca's prompt; `context` is its `input`: the text that the instruction is about, or nothing.
+
+    What may be shortened is that input, or with `shorten_instruction` the instruction, where that holds the document.
+    """
+    kind = _TASK + (", paired with an input that provides further context. " if context else ". ") + _REQUEST
+    label = "\n\n### Input:\n" if context else ""
+    if shorten_instruction:
+        return Example(kind, instruction, label + context + _RESPONSE, answer, source)
+    return Example(kind + instruction + label, context, _RESPONSE, answer, source)
 
 
 def prompt(instruction: str, context: str = "") -> str:

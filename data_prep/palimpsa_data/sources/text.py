@@ -1,0 +1,48 @@
+"""Any other text: rows with a text column, or plain text files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from palimpsa_data.documents import Document, Skipped
+from palimpsa_data.sources.inputs import Input, loose_files
+from palimpsa_data.sources.options import Loose, TextLengths, option
+from palimpsa_data.sources.rows import read_rows
+from palimpsa_data.sources.streams import BadRow
+from palimpsa_data.sources.texts import checked_text, document
+
+
+@dataclass(frozen=True)
+class TextOptions(TextLengths):
+    loose: ClassVar[Loose] = "text"
+
+    text_column: str = option("text", "the column that holds the documents (%(default)s)", metavar="NAME")
+
+
+def read(source: Input, options: TextOptions, progress: Callable[[int], None]) -> Iterator[Document | Skipped]:
+    """One document a row or text file; shares are counted by file, by folder for text files.
+
+    Raises:
+        DataError: the file has no such column.
+    """
+    if source.format == "text":
+        yield from _files(source, options, progress)
+        return
+    column = options.text_column
+    for row in read_rows(source, {column}, progress, required=[(column,)]):
+        if isinstance(row, BadRow):
+            yield Skipped(row.reason, damaged=True)
+        else:
+            yield document(checked_text(row.get(column), column), source.stem, options)
+
+
+def _files(source: Input, options: TextOptions, progress: Callable[[int], None]) -> Iterator[Document | Skipped]:
+    done = 0
+    for path in loose_files(source):
+        content = path.read_bytes()
+        text = checked_text(content, "text")
+        yield document(text if isinstance(text, Skipped) else text.removeprefix("\ufeff"), source.stem, options)
+        done += len(content)
+        progress(done)
