@@ -8,12 +8,16 @@ from palimpsa_kernels.api import (
     palimpsa_step,
     ssd_step,
 )
+from palimpsa_kernels.mixing import HeadParameters, Importance, mixing_scan
 
 __all__ = [
+    "HeadParameters",
+    "Importance",
     "causal_conv1d",
     "causal_conv1d_step",
     "chunk_palimpsa",
     "chunk_ssd",
+    "mixing_scan",
     "palimpsa_step",
     "ssd_step",
 ]

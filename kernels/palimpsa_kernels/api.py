@@ -5,8 +5,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from palimpsa_kernels import checks
-from palimpsa_kernels.dispatch import implementation
+from palimpsa_kernels import checks, peers
+from palimpsa_kernels.dispatch import convolution_implementation, implementation
 
 States = tuple[Tensor, Tensor]
 
@@ -357,7 +357,10 @@ def causal_conv1d(
     states = checks.number_of_states(x, cu_seqlens)
     if initial_state is not None:
         _check_window(x, initial_state, (states, dim, weight.shape[1] - 1))
-    return implementation("causal_conv1d", x.device.type)(
+    call = peers.facts(
+        x, cu_seqlens, initial_state is not None or output_final_state, width=weight.shape[1], channels=dim
+    )
+    return convolution_implementation(call)(
         x,
         weight,
         bias,

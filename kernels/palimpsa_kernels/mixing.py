@@ -1,0 +1,171 @@
+"""The scans as a Mamba2-style layer uses them: raw dt and beta logits in, the skip D * x added to what comes out."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from palimpsa_kernels import checks, peers
+from palimpsa_kernels.activations import add_skip, likelihood_precision, step_and_decay, weighted_value
+from palimpsa_kernels.api import chunk_palimpsa, chunk_ssd
+from palimpsa_kernels.dispatch import scan_implementation
+
+
+class Importance(NamedTuple):
+    """What a Palimpsa layer has beyond Mamba2's."""
+
+    logits: Tensor
+    """of beta, before the sigmoid [B, T, H, V], in x's dtype"""
+    b_scale: Tensor
+    """of beta, before the softplus [H] fp32"""
+    prior: Tensor
+    """importance without evidence [H] fp32, > 0"""
+
+
+class HeadParameters(NamedTuple):
+    """One number a head, each [H] fp32."""
+
+    dt_bias: Tensor
+    A_log: Tensor
+    D: Tensor
+
+
+def mixing_scan(
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    heads: HeadParameters,
+    importance: Importance | None = None,
+    *,
+    initial_state: tuple[Tensor, ...] | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`chunk_palimpsa` (`chunk_ssd` without importance) between its activations and the skip, arXiv 2602.09075.
+
+        dt = softplus(dt + dt_bias)     log_alpha = max(-dt * exp(A_log), -100)
+        v  = x * dt                     beta      = sigmoid(logits) * softplus(b_scale) * dt
+        y  = scan(q, k, v, beta, log_alpha, prior) + D * x
+
+    Differentiable in every tensor but cu_seqlens. Activations, decays and the skip are formed in fp32; v, beta and y
+    are rounded to x's dtype. On CUDA the activations take one pass forward and one backward, v and beta are formed
+    again for the backward pass instead of being kept, and the parameters' gradients repeat bit for bit.
+
+    Args:
+        q: queries [B, T, G, K] (Mamba2's C); bf16, fp16 or fp32. G divides H.
+        k: keys [B, T, G, K] (Mamba2's B), in q's dtype.
+        x: [B, T, H, V], in q's dtype.
+        dt: before bias and softplus [B, T, H], in q's dtype or fp32.
+        heads: dt_bias, A_log and D.
+        importance: None for Mamba2.
+        initial_state: (M,), or (M, Ibar) with importance, each [N, H, V, K] fp32; as in `chunk_palimpsa`.
+        output_final_state: also return the states behind each document's last token.
+        cu_seqlens: document offsets [N + 1] int32 in the single row, as in `chunk_palimpsa`; behind the last offset
+            y is D * x.
+
+    Returns:
+        y [B, T, H, V] in x's dtype, and the final states as in `initial_state`, () unless they are asked for.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit together, as in `chunk_palimpsa`.
+    """
+    _check(q, k, x, dt, heads, importance, initial_state, cu_seqlens)
+    call = peers.facts(
+        x,
+        cu_seqlens,
+        initial_state is not None or output_final_state,
+        key_dim=q.shape[3],
+        importance=importance is not None,
+    )
+    return (scan_implementation(call) or composed)(
+        q,
+        k,
+        x,
+        dt,
+        heads,
+        importance,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        cu_seqlens=cu_seqlens,
+    )
+
+
+def composed(
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    heads: HeadParameters,
+    importance: Importance | None,
+    *,
+    initial_state: tuple[Tensor, ...] | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """`mixing_scan` from PyTorch operations around a scan."""
+    step, log_alpha = step_and_decay(dt, heads.dt_bias, heads.A_log)
+    value = weighted_value(x, step)
+    final: tuple[Tensor, ...] = ()
+    if importance is None:
+        initial = None if initial_state is None else initial_state[0]
+        y, mean = chunk_ssd(
+            q, k, value, log_alpha, initial_state=initial, output_final_state=True, cu_seqlens=cu_seqlens
+        )
+        final = (mean,)
+    else:
+        beta = likelihood_precision(importance.logits, importance.b_scale, step)
+        states = None if initial_state is None else (initial_state[0], initial_state[1])
+        y, final = chunk_palimpsa(
+            q,
+            k,
+            value,
+            beta,
+            log_alpha,
+            importance.prior,
+            initial_state=states,
+            output_final_state=True,
+            cu_seqlens=cu_seqlens,
+        )
+    return add_skip(y, x, heads.D), final if output_final_state else ()
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    heads: HeadParameters,
+    importance: Importance | None,
+    initial_state: tuple[Tensor, ...] | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    checks.check_heads(q, x, 4)
+    batch, tokens, _, key_dim = q.shape
+    count, value_dim = x.shape[2:]
+    states = checks.number_of_states(q, cu_seqlens)
+    shapes: dict[str, tuple[Tensor, tuple[int, ...]]] = {
+        "k": (k, tuple(q.shape)),
+        "x": (x, (batch, tokens, count, value_dim)),
+        "dt": (dt, (batch, tokens, count)),
+    }
+    inputs = {"q": q, "k": k, "x": x}
+    float32 = heads._asdict()
+    if importance is not None:
+        shapes["logits"] = (importance.logits, tuple(x.shape))
+        inputs["logits"] = importance.logits
+        float32 |= {"b_scale": importance.b_scale, "prior": importance.prior}
+    shapes |= {name: (tensor, (count,)) for name, tensor in float32.items()}
+    if initial_state is not None:
+        names = ("initial M",) if importance is None else ("initial M", "initial Ibar")
+        checks.require(len(initial_state) == len(names), f"initial_state has {len(initial_state)} states, not {names}")
+        for name, state in zip(names, initial_state, strict=True):
+            shapes[name] = (state, (states, count, value_dim, key_dim))
+            float32[name] = state
+    checks.check_shapes(shapes)
+    checks.check_dtypes(inputs, float32)
+    checks.require(
+        dt.dtype in (q.dtype, float32["A_log"].dtype), f"dt has dtype {dt.dtype}, expected {q.dtype} or torch.float32"
+    )
+    checks.require(dt.device == q.device, f"dt is on {dt.device}, but q is on {q.device}")
+    if importance is not None:
+        checks.check_prior(importance.prior)

@@ -1,0 +1,50 @@
+"""The scans between their activations and the skip, from PyTorch operations, against the definition."""
+
+import pytest
+import torch
+from helpers.mixing_cases import mixing_definition, mixing_errors, mixing_inputs, mixing_results
+from palimpsa_kernels import HeadParameters, Importance, mixing_scan
+
+CASES = {
+    "rows": {"batch": 2, "states": 2},
+    "packed": {"states": 4},
+    "no initial state": {"initial": False},
+    "mamba2": {"importance": False},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_definition(name):
+    offsets = (0, 0, 5, 5, 11) if name == "packed" else None
+    inputs = mixing_inputs(**CASES[name])
+    expected = mixing_results(mixing_definition, inputs, dtype=torch.float64, offsets=offsets)
+    wrong = {n: e for n, e in mixing_errors(mixing_results(mixing_scan, inputs, offsets=offsets), expected).items()
+             if not e <= 1e-5}  # fmt: skip
+    assert not wrong, wrong
+
+
+def test_states_are_returned_only_when_asked_for():
+    inputs = mixing_inputs(importance=False)
+    heads = HeadParameters(inputs["dt_bias"], inputs["A_log"], inputs["D"])
+    arguments = (inputs["q"], inputs["k"], inputs["x"], inputs["dt"], heads)
+    assert mixing_scan(*arguments)[1] == ()
+    assert [s.shape for s in mixing_scan(*arguments, output_final_state=True)[1]] == [(1, 4, 16, 16)]
+
+
+def test_what_does_not_fit_is_named():
+    inputs = mixing_inputs()
+    heads = HeadParameters(inputs["dt_bias"], inputs["A_log"], inputs["D"])
+    importance = Importance(inputs["logits"], inputs["b_scale"], inputs["prior"])
+    arguments = (inputs["q"], inputs["k"], inputs["x"])
+    with pytest.raises(ValueError, match=r"dt has shape"):
+        mixing_scan(*arguments, inputs["dt"][..., :2], heads)
+    with pytest.raises(ValueError, match="dt has dtype"):
+        mixing_scan(*arguments, inputs["dt"].double(), heads)
+    with pytest.raises(ValueError, match=r"b_scale has shape"):
+        mixing_scan(*arguments, inputs["dt"], heads, importance._replace(b_scale=inputs["D"][:2]))
+    with pytest.raises(ValueError, match="A_log has dtype"):
+        mixing_scan(*arguments, inputs["dt"], heads._replace(A_log=inputs["A_log"].bfloat16()))
+    with pytest.raises(ValueError, match="prior must be positive"):
+        mixing_scan(*arguments, inputs["dt"], heads, importance._replace(prior=-inputs["prior"]))
+    with pytest.raises(ValueError, match="initial_state has 1 states"):
+        mixing_scan(*arguments, inputs["dt"], heads, importance, initial_state=(inputs["M"],))
