@@ -6,15 +6,15 @@
     NAME-00000-of-00002.manifest.json  what went in, what came out, checksums; written last
 
 Files are written under a temporary name, flushed, and renamed in that order, so a shard without a valid manifest does
-not exist, and a rerun after a kill gives the same bytes.
+not exist, and a rerun after a kill gives the same bytes. NAME-00000-of-00002.lock is there while a process works on
+the shard, and after a kill until the next one does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import struct
-import warnings
-from collections import Counter
+import glob
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,29 +24,13 @@ import numpy as np
 
 from palimpsa_data.documents import Skipped
 from palimpsa_data.errors import DataError
-from palimpsa_data.files import (
-    fsync,
-    json_bytes,
-    publish,
-    read_json,
-    require_free_space,
-    sha256_file,
-    temporary,
-    write_atomically,
-)
+from palimpsa_data.files import fsync, json_bytes, read_json, require_free_space, sha256_file
+from palimpsa_data.indexed import read_index, token_dtype
+from palimpsa_data.locks import lock, this_process
+from palimpsa_data.shard_writer import Encoded, EncodedBatch, ShardWriter
 
-FORMAT = 1
+FORMAT = 2
 _SUFFIXES = (".bin", ".idx", ".mask.bin")
-_INDEX_DTYPES: dict[int, np.dtype[Any]] = {8: np.dtype(np.uint16), 4: np.dtype(np.int32)}
-_INDEX_HEADER = struct.Struct("<9sQBQQ")
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """A document as token ids [T], its end-of-document id included, and which of them are trained on (None: all)."""
-
-    tokens: np.ndarray
-    mask: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -58,11 +42,18 @@ class ShardSpec:
     config_sha256: str
     vocab_size: int
     loss_mask: bool
+    input_name: str = ""
+    input_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of NAME.manifest.json. `outputs` maps file names to {"bytes", "sha256"}."""
+    """Content of NAME.manifest.json.
+
+    `text_bytes` is the texts' size in UTF-8 where it was known; `damaged` counts those `skipped` that were broken;
+    `lengths` counts documents by length (see `lengths.BUCKETS`); `sources` has documents and tokens of each source;
+    `outputs` maps file names to {"bytes", "sha256"}.
+    """
 
     format: int
     spec: ShardSpec
@@ -70,8 +61,13 @@ class Manifest:
     documents: int
     tokens: int
     trained_tokens: int
+    text_bytes: int
+    shortest: int
     longest: int
     max_id: int
+    damaged: int
+    lengths: dict[str, int]
+    sources: dict[str, list[int]]
     skipped: dict[str, int]
     outputs: dict[str, dict[str, Any]]
 
@@ -89,107 +85,83 @@ def output_path(stem: Path, suffix: str) -> Path:
 
 
 def write_shard(
-    stem: Path, documents: Iterable[Encoded | Skipped], spec: ShardSpec, *, most_tokens: int
+    stem: Path,
+    documents: Iterable[Encoded | EncodedBatch | Skipped],
+    spec: ShardSpec,
+    *,
+    most_tokens: int = 0,
+    wait: bool = True,
 ) -> tuple[Manifest, bool]:
     """Write the shard unless a valid one of the same spec is there; -> its manifest and whether it was written.
 
     Args:
         stem: path without suffix.
         documents: consumed only when the shard is written.
-        most_tokens: upper bound of the shard's tokens, for the check of free disk space.
+        most_tokens: tokens that must find space on the disk before anything is written.
+        wait: for another process that writes the shard.
 
     Raises:
+        BusyError: another process writes the shard and `wait` is false.
         DataError: an id outside the vocabulary, a full disk; the shard then stays without a manifest.
     """
     if is_complete(stem, spec):
         return read_manifest(stem), False
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    _withdraw(stem)
-    dtype = np.dtype(np.uint16 if spec.vocab_size < 65500 else np.int32)  # Megatron's own limit
-    require_free_space(stem.parent, most_tokens * (dtype.itemsize + spec.loss_mask))
     try:
-        manifest = _write_outputs(stem, documents, spec, dtype)
+        stem.parent.mkdir(parents=True, exist_ok=True)
+        with lock(output_path(stem, ".lock"), wait=wait):
+            if is_complete(stem, spec):  # by whoever held the lock until now
+                return read_manifest(stem), False
+            _withdraw(stem)
+            token_bytes = token_dtype(spec.vocab_size).itemsize + spec.loss_mask
+            require_free_space(stem.parent, most_tokens * token_bytes)
+            return _write(stem, documents, spec), True
     except OSError as error:
         raise DataError(
             f"cannot write shard {stem}: {error.strerror}; it stays unfinished: make space, then run again"
         ) from error
-    write_atomically(manifest_path(stem), json_bytes(dataclasses.asdict(manifest)))
-    return manifest, True
 
 
 def _withdraw(stem: Path) -> None:
     """Remove the manifest first: from then on nothing of this shard counts."""
-    for suffix in (".manifest.json", *_SUFFIXES):
-        path = output_path(stem, suffix)
+    left_over = sorted(stem.parent.glob(f"{glob.escape(stem.name)}.*.tmp"))
+    for path in (manifest_path(stem), *(output_path(stem, suffix) for suffix in _SUFFIXES), *left_over):
         path.unlink(missing_ok=True)
-        temporary(path).unlink(missing_ok=True)
     fsync(stem.parent)
 
 
-def _write_outputs(
-    stem: Path, documents: Iterable[Encoded | Skipped], spec: ShardSpec, dtype: np.dtype[Any]
-) -> Manifest:
+def _write(stem: Path, documents: Iterable[Encoded | EncodedBatch | Skipped], spec: ShardSpec) -> Manifest:
     paths = [output_path(stem, suffix) for suffix in (_SUFFIXES if spec.loss_mask else _SUFFIXES[:2])]
-    builder = _indexed_dataset_builder(temporary(paths[0]), dtype)
-    masks = temporary(paths[2]).open("wb") if spec.loss_mask else None
-    skipped: Counter[str] = Counter()
-    trained, max_id = 0, -1
+    written = [_temporary(path) for path in (*paths, manifest_path(stem))]
     try:
-        for document in documents:
-            if isinstance(document, Skipped):
-                skipped[document.reason] += 1
-                continue
-            if document.tokens.size == 0:
-                skipped["empty"] += 1
-                continue
-            low, high = int(document.tokens.min()), int(document.tokens.max())
-            if low < 0 or high >= spec.vocab_size:
-                raise DataError(f"shard {stem}: token id {min(low, 0) or high} is outside 0..{spec.vocab_size - 1}")
-            max_id = max(max_id, high)
-            builder.add_document(document.tokens, [document.tokens.size])
-            trained += _write_mask(masks, document)
+        writer = ShardWriter(written[:-1], spec.vocab_size, str(stem))
+        with contextlib.closing(writer):
+            for document in documents:
+                writer.add(document)
+            outputs = writer.finish()
+        manifest = Manifest(
+            format=FORMAT,
+            spec=spec,
+            dtype=writer.dtype.name,
+            **dataclasses.asdict(writer.counts),
+            lengths={str(shortest): count for shortest, count in sorted(writer.lengths.items())},
+            sources=dict(sorted(writer.sources.items())),
+            skipped=dict(sorted(writer.skipped.items())),
+            outputs={path.name: output for path, output in zip(paths, outputs, strict=True)},
+        )
+        written[-1].write_bytes(json_bytes(dataclasses.asdict(manifest)))
+        fsync(written[-1])
+        for temporary, path in zip(written, (*paths, manifest_path(stem)), strict=True):
+            temporary.replace(path)
+            fsync(stem.parent)
     finally:
-        builder.data_file.close()
-        if masks is not None:
-            masks.close()
-    builder.finalize(str(temporary(paths[1])))
-    lengths = builder.sequence_lengths
-    outputs = {}
-    for path in paths:
-        fsync(temporary(path))
-        outputs[path.name] = {"bytes": temporary(path).stat().st_size, "sha256": sha256_file(temporary(path))}
-    for path in paths:
-        publish(path)
-    return Manifest(
-        format=FORMAT,
-        spec=spec,
-        dtype=dtype.name,
-        documents=len(lengths),
-        tokens=sum(lengths),
-        trained_tokens=trained,
-        longest=max(lengths, default=0),
-        max_id=max_id,
-        skipped=dict(sorted(skipped.items())),
-        outputs=outputs,
-    )
+        for temporary in written:
+            temporary.unlink(missing_ok=True)
+    return manifest
 
 
-def _indexed_dataset_builder(path: Path, dtype: np.dtype[Any]) -> Any:
-    with warnings.catch_warnings():
-        # Megatron warns about GPU libraries, which tokenising has no use for.
-        warnings.simplefilter("ignore")
-        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-    return IndexedDatasetBuilder(str(path), dtype=dtype.type)
-
-
-def _write_mask(masks: Any, document: Encoded) -> int:
-    if masks is None:
-        return document.tokens.size
-    mask = np.ones(document.tokens.size, np.uint8) if document.mask is None else document.mask.astype(np.uint8)
-    if mask.size != document.tokens.size:
-        raise DataError(f"a loss mask has {mask.size} entries for {document.tokens.size} tokens")
-    masks.write(mask.tobytes())
-    return int(mask.sum())
+def _temporary(path: Path) -> Path:
+    """This process's own, so that not even two processes without a working lock write one file."""
+    return path.with_name(f"{path.name}.{this_process()}.tmp")
 
 
 def read_manifest(stem: Path) -> Manifest:
@@ -252,38 +224,3 @@ def _check_index(stem: Path, manifest: Manifest) -> None:
             raise DataError(f"{output} does not hold the {tokens} tokens of its index; prepare the data again")
     if manifest.max_id >= manifest.spec.vocab_size:
         raise DataError(f"{output_path(stem, '.bin')}: id {manifest.max_id} >= vocabulary {manifest.spec.vocab_size}")
-
-
-@dataclass(frozen=True)
-class Index:
-    """What Megatron's .idx says: dtype of the .bin, tokens of each document [D], where each starts (in tokens) [D]."""
-
-    dtype: np.dtype[Any]
-    lengths: np.ndarray
-    starts: np.ndarray
-
-
-def read_index(path: Path) -> Index:
-    """Read a .idx without importing torch.
-
-    Raises:
-        DataError: not a Megatron index, or one whose parts do not agree with each other.
-    """
-    try:
-        content = path.read_bytes()
-        magic, version, code, sequences, boundaries = _INDEX_HEADER.unpack_from(content)
-        dtype = _INDEX_DTYPES[code]
-        offset = _INDEX_HEADER.size
-        lengths = np.frombuffer(content, np.int32, sequences, offset)
-        pointers = np.frombuffer(content, np.int64, sequences, offset + 4 * sequences)
-        documents = np.frombuffer(content, np.int64, boundaries, offset + 12 * sequences)
-    except (OSError, struct.error, KeyError, ValueError) as error:
-        raise DataError(f"{path}: not a readable Megatron index ({error}); prepare the data again") from None
-    starts = np.cumsum(lengths, dtype=np.int64) - lengths
-    whole = len(content) == offset + 12 * sequences + 8 * boundaries
-    one_each = np.array_equal(documents, np.arange(sequences + 1))
-    if (magic, version) != (b"MMIDIDX\x00\x00", 1) or not whole or not one_each:
-        raise DataError(f"{path}: not a Megatron index with one sequence a document; prepare the data again")
-    if not np.array_equal(pointers, starts * dtype.itemsize) or (lengths <= 0).any():
-        raise DataError(f"{path}: document lengths and positions do not agree; prepare the data again")
-    return Index(dtype, lengths, starts)
