@@ -104,12 +104,13 @@ def write_shard(
         BusyError: another process writes the shard and `wait` is false.
         DataError: an id outside the vocabulary, a full disk; the shard then stays without a manifest.
     """
-    if is_complete(stem, spec):
+    lock_file = output_path(stem, ".lock")
+    if not lock_file.exists() and is_complete(stem, spec):
         return read_manifest(stem), False
     try:
         stem.parent.mkdir(parents=True, exist_ok=True)
-        with lock(output_path(stem, ".lock"), wait=wait):
-            if is_complete(stem, spec):  # by whoever held the lock until now
+        with lock(lock_file, wait=wait):
+            if is_complete(stem, spec):  # by whoever held the lock, or died before giving it back
                 return read_manifest(stem), False
             _withdraw(stem)
             token_bytes = token_dtype(spec.vocab_size).itemsize + spec.loss_mask
