@@ -65,7 +65,12 @@ def fineweb_rows() -> list[dict[str, Any]]:
 def write_parquet(path: Path, rows: Sequence[dict[str, Any]], *, row_group: int = 3, schema: Any = None) -> Path:
     """With the 9 rows of `fineweb_rows` three row groups."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), path, row_group_size=row_group)
+    if schema is None:
+        names = dict.fromkeys(name for row in rows for name in row)
+        table = pa.table({name: [row.get(name) for row in rows] for name in names})
+    else:
+        table = pa.Table.from_pylist(list(rows), schema=schema)
+    pq.write_table(table, path, row_group_size=row_group)
     return path
 
 

@@ -225,16 +225,16 @@ class _ArrayReader:
             try:
                 value, end = self._parser.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
-                held = len(self._text) - self._at
+                held, into = len(self._text) - self._at, error.pos - self._at
                 # A string without its end, or an error near the end of the window, may only need more text.
                 cut = error.msg.startswith("Unterminated string") or error.pos > len(self._text) - 16
                 if cut and held > MAX_ROW_BYTES:
-                    return self._skip_broken(error.pos, _too_large())
+                    return self._skip_broken(into, _too_large())
                 if cut and self._read_on(self._more(held)):
                     continue
-                return self._skip_broken(error.pos, BadRow("not JSON"))
+                return self._skip_broken(into, BadRow("not JSON"))
             except (ValueError, RecursionError):
-                return self._skip_broken(self._at + 1, BadRow("not JSON"))
+                return self._skip_broken(1, BadRow("not JSON"))
             if end == len(self._text) and self._read_on(_BLOCK):
                 continue  # a number may go on
             source = self._text[self._at : end]
@@ -250,9 +250,9 @@ class _ArrayReader:
         """Twice as much each time, so that a large row is not parsed over and over."""
         return max(_BLOCK, min(held, MAX_ROW_BYTES - held + 1))
 
-    def _skip_broken(self, error_at: int, row: BadRow) -> BadRow:
-        """Go to where the next row seems to begin, or to the array's end."""
-        self._at = error_at
+    def _skip_broken(self, into: int, row: BadRow) -> BadRow:
+        """Go to where, at least `into` characters on, the next row seems to begin, or to the array's end."""
+        self._at += into
         while True:
             found = _NEXT_ROW.search(self._text, self._at)
             if found:

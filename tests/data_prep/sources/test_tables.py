@@ -1,0 +1,125 @@
+"""Parquet and Arrow: every row, only the columns that are wanted, damage counted, memory bounded."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from helpers.data_fixtures import (
+    stack_rows,
+    write_damaged_parquet,
+    write_invalid_utf8_parquet,
+    write_parquet,
+)
+from palimpsa_data import DataError
+from palimpsa_data.sources.streams import BadRow
+from palimpsa_data.sources.tables import arrow_columns, arrow_rows, parquet_columns, parquet_rows
+
+ROWS: list[dict[str, Any]] = [{"text": f"text {n}", "n": n, "other": [n, n]} for n in range(8)]
+
+
+def read(path: Path, *columns: str) -> list[Any]:
+    return list(parquet_rows(path, columns, lambda _: None))
+
+
+def test_rows_of_all_row_groups_in_order(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "x.parquet", ROWS)
+    assert pq.read_metadata(path).num_row_groups == 3
+    assert read(path, "text", "n", "absent") == [{"text": row["text"], "n": row["n"]} for row in ROWS]
+    assert read(path, "other") == [{"other": row["other"]} for row in ROWS]
+    assert read(path, "absent") == [{}] * 8
+    assert parquet_columns(path) == ["text", "n", "other"]
+
+
+def test_fields_of_nested_files_are_pruned(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "x.parquet", stack_rows("files content"))
+    found = read(path, "files", "content", "language")
+    assert [sorted(file) for row in found for file in row["files"]] == [["content", "language"]] * 3
+    licenses = read(path, "files", "detected_licenses")
+    assert licenses[0]["files"][1] == {"detected_licenses": ["Apache-2.0", "MIT"]}
+
+
+def test_progress_ends_with_the_whole_file(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "x.parquet", ROWS)
+    seen: list[int] = []
+    list(parquet_rows(path, ["text"], seen.append))
+    size = path.stat().st_size
+    assert seen == [size * done // 8 for done in (3, 6, 8)]
+
+
+@pytest.mark.parametrize("group", [0, 1, 2])
+def test_a_damaged_row_group_costs_its_rows(tmp_path: Path, group: int) -> None:
+    path = write_damaged_parquet(tmp_path / "x.parquet", ROWS, group=group)
+    expected: list[Any] = [{"text": row["text"]} for row in ROWS]
+    lost = slice(3 * group, 3 * group + 3)
+    expected[lost] = [BadRow("damaged row group")] * len(expected[lost])
+    assert read(path, "text") == expected
+
+
+def test_text_that_is_not_utf8_costs_its_row(tmp_path: Path) -> None:
+    path = write_invalid_utf8_parquet(tmp_path / "x.parquet")
+    assert read(path, "text") == [{"text": "good"}, BadRow("not UTF-8"), {"text": "also good"}]
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1 something PAR1", b"no parquet at all"])
+def test_what_is_no_parquet_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x.parquet"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"x\.parquet is not a whole parquet file"):
+        read(path, "text")
+    with pytest.raises(DataError, match=r"x\.parquet is not a whole parquet file"):
+        parquet_columns(path)
+
+
+def test_a_truncated_file_is_named(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "x.parquet", ROWS)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(DataError, match=r"x\.parquet is not a whole parquet file .*fetch it again"):
+        read(path, "text")
+
+
+def test_an_empty_table_has_no_rows(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "x.parquet", [], schema=pa.schema([("text", pa.string())]))
+    assert read(path, "text") == []
+
+
+@pytest.mark.parametrize("kind", ["stream", "file"])
+def test_arrow_rows(tmp_path: Path, kind: str) -> None:
+    table = pa.Table.from_pylist(ROWS)
+    path = tmp_path / "x.arrow"
+    writer = (pa.ipc.new_stream if kind == "stream" else pa.ipc.new_file)(str(path), table.schema)
+    with writer:
+        writer.write_table(table, max_chunksize=3)
+    seen: list[int] = []
+    assert list(arrow_rows(path, ["text", "absent"], seen.append)) == [{"text": row["text"]} for row in ROWS]
+    assert len(seen) == 3
+    assert arrow_columns(path) == ["text", "n", "other"]
+    path.write_bytes(path.read_bytes()[:-200] if kind == "file" else b"nothing of this kind")
+    with pytest.raises(DataError, match=r"x\.arrow is not a whole Arrow file"):
+        list(arrow_rows(path, ["text"], seen.append))
+
+
+def test_memory_is_bounded_by_rows_not_by_row_groups(tmp_path: Path) -> None:
+    """One row group of 80 MB: ten times what is held at once."""
+    path = tmp_path / "x.parquet"
+    piece = random.Random(0).randbytes(50_000).hex()
+    schema = pa.schema([("text", pa.string())])
+    # What cannot be split is a page; this writer ends one after each eighth row.
+    with pq.ParquetWriter(path, schema, compression="zstd", write_batch_size=8) as writer:
+        writer.write_table(pa.table({"text": [piece + str(n) for n in range(800)]}, schema), row_group_size=800)
+    assert pq.read_metadata(path).num_row_groups == 1
+    before = pa.total_allocated_bytes()
+    most = 0
+    tracemalloc.start()
+    for row in parquet_rows(path, ["text"], lambda _: None):
+        assert isinstance(row, dict)
+        most = max(most, pa.total_allocated_bytes() - before)
+    _, python = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 64 * 2**20
+    assert python < 32 * 2**20
