@@ -9,6 +9,7 @@ from palimpsa_kernels.api import (
     ssd_step,
 )
 from palimpsa_kernels.mixing import HeadParameters, Importance, mixing_scan
+from palimpsa_kernels.norm import gated_rms_norm
 
 __all__ = [
     "HeadParameters",
@@ -17,6 +18,7 @@ __all__ = [
     "causal_conv1d_step",
     "chunk_palimpsa",
     "chunk_ssd",
+    "gated_rms_norm",
     "mixing_scan",
     "palimpsa_step",
     "ssd_step",

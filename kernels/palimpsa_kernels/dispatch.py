@@ -51,7 +51,7 @@ def triton_module() -> ModuleType | None:
 @functools.cache
 def implementation(name: str, device_type: str) -> Callable[..., Any]:
     """Our own function behind the public `name` on devices of this type; says once, at INFO, which one it is."""
-    function = _own_triton(name, device_type)
+    function = own_triton(name, device_type)
     backend = "PyTorch" if function is None else "Triton"
     say_once(f"{name} on {torch.device(device_type)} runs in {backend}")
     return function or PYTORCH[name]
@@ -60,7 +60,7 @@ def implementation(name: str, device_type: str) -> Callable[..., Any]:
 def scan_implementation(call: peers.Call) -> Callable[..., Any] | None:
     """What runs a `mixing_scan`; None leaves it to PyTorch operations around our own scan."""
     peer = None if call.importance else chosen_peer("mamba2_scan", call)
-    return peer or _own_triton("mixing_scan", call.device_type)
+    return peer or own_triton("mixing_scan", call.device_type)
 
 
 def convolution_implementation(call: peers.Call) -> Callable[..., Any]:
@@ -121,7 +121,8 @@ def _loaded(name: str, peer: peers.Peer, setting: str) -> Callable[..., Any]:
         raise ValueError(f"{VARIABLE} is {setting!r}, but {name} cannot be imported: {error}") from error
 
 
-def _own_triton(name: str, device_type: str) -> Callable[..., Any] | None:
+def own_triton(name: str, device_type: str) -> Callable[..., Any] | None:
+    """Our Triton function of that name, or None where there is none for devices of this type."""
     return getattr(triton_module() if device_type == "cuda" else None, name, None)
 
 

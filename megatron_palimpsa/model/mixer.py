@@ -32,21 +32,20 @@ from megatron.core.transformer.utils import (
     sharded_state_dict_default,
 )
 from palimpsa_kernels import (
+    HeadParameters,
+    Importance,
     causal_conv1d,
     causal_conv1d_step,
-    chunk_palimpsa,
-    chunk_ssd,
+    mixing_scan,
     palimpsa_step,
     ssd_step,
 )
+from palimpsa_kernels.activations import add_skip, likelihood_precision, step_and_decay, weighted_value
 from torch import Tensor
 
 from megatron_palimpsa.model.norm import GatedRMSNorm
 from megatron_palimpsa.model.recorder import MemoryRecorder
 from megatron_palimpsa.model.tensor_parallel import make_parameter
-
-LOWEST_LOG_ALPHA = -100.0
-"""exp of it is 0 beside any state in fp32; the scan takes nothing lower."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,7 @@ class Mixer(MegatronModule):
         bc, dt, beta_low = self._small_projections(u)
         projected = Projected(x, bc, dt, beta_low)
         if inference_context is None:
-            y, _ = self._whole(projected, cu_seqlens, state=None, keep_memory=False)
+            y = self._whole(projected, cu_seqlens)
         else:
             y = self._continue(projected, inference_context)
         return self.out_proj(self.norm(y, z).transpose(0, 1))
@@ -241,50 +240,20 @@ class Mixer(MegatronModule):
             return k, q
         return k[..., self.group_of_head, :], q[..., self.group_of_head, :]
 
-    def _decay(self, dt: Tensor) -> tuple[Tensor, Tensor]:
-        """dt before its softplus [..., H] -> (dt, log_alpha), fp32."""
-        dt = F.softplus(dt.float() + self.dt_bias)
-        return dt, (-dt * self.A_log.exp()).clamp(min=LOWEST_LOG_ALPHA)
+    def _by_head(self, x: Tensor) -> Tensor:
+        """[..., H * V] -> [..., H, V]."""
+        return x.unflatten(-1, (self.heads, self.headdim))
 
-    def _value(self, x: Tensor, dt: Tensor) -> Tensor:
-        """x [..., H, V] weighted by dt [..., H]."""
-        return (x.float() * dt.unsqueeze(-1)).to(x.dtype)
+    def _beta_logits(self, beta_low: Tensor) -> Tensor:
+        """Of the likelihood precision [..., H, V]."""
+        return self._by_head(F.linear(beta_low, self.beta_up_weight))
 
-    def _beta(self, beta_low: Tensor, dt: Tensor) -> Tensor:
-        """Likelihood precision [..., H, V] in the dtype of `beta_low`."""
-        gate = torch.sigmoid(F.linear(beta_low, self.beta_up_weight).float()).unflatten(-1, (self.heads, self.headdim))
-        return (gate * (F.softplus(self.b_scale) * dt).unsqueeze(-1)).to(beta_low.dtype)
-
-    def _skip(self, y: Tensor, x: Tensor) -> Tensor:
-        """y + D * x, both [..., H, V] -> [..., H * V] fp32."""
-        return (y.float() + self.D.unsqueeze(-1) * x.float()).flatten(-2)
-
-    def _whole(
-        self, projected: Projected, cu_seqlens: Tensor | None, state: MixerState | None, keep_memory: bool
-    ) -> tuple[Tensor, MixerState]:
-        """Convolve and scan whole rows from `state` on.
-
-        Returns:
-            y [B, T, H * V] fp32 and the state behind the rows, whose `memory` is empty unless it is to be kept.
-        """
-        window_x, window_bc, memory = (state.conv_x, state.conv_bc, state.memory) if state else (None, None, None)
-        x, window_x = causal_conv1d(
-            projected.x,
-            self.conv_x_weight,
-            self.conv_x_bias,
-            initial_state=window_x,
-            output_final_state=True,
-            cu_seqlens=cu_seqlens,
-        )
-        bc, window_bc = causal_conv1d(
-            projected.bc, *self._bc_filter(), initial_state=window_bc, output_final_state=True, cu_seqlens=cu_seqlens
-        )
-        keep_memory = keep_memory or self.recorder is not None
-        y, log_alpha, memory = self._scan(x, bc, projected, cu_seqlens, memory, keep_memory)
-        if self.recorder is not None:
-            importance = (self.prior_log.exp(), memory[1]) if self.importance else None
-            self.recorder.record(self.layer_number, log_alpha, importance, cu_seqlens)
-        return y, MixerState(window_x, window_bc, memory)
+    def _whole(self, projected: Projected, cu_seqlens: Tensor | None) -> Tensor:
+        """Convolve and scan whole rows -> y [B, T, H * V]."""
+        x = causal_conv1d(projected.x, self.conv_x_weight, self.conv_x_bias, cu_seqlens=cu_seqlens)
+        bc = causal_conv1d(projected.bc, *self._bc_filter(), cu_seqlens=cu_seqlens)
+        y, _ = self._scan(x, bc, projected, cu_seqlens, memory=None, keep_memory=self.recorder is not None)
+        return y
 
     def _scan(
         self,
@@ -294,21 +263,28 @@ class Mixer(MegatronModule):
         cu_seqlens: Tensor | None,
         memory: tuple[Tensor, ...] | None,
         keep_memory: bool,
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """x [B, T, H * V] and bc behind the convolution -> (y as x but fp32, log_alpha [B, T, H], final states)."""
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """x [B, T, H * V] and bc behind the convolution -> (y as x, final states or ())."""
         k, q = self._keys_and_queries(bc)
-        x = x.unflatten(-1, (self.heads, self.headdim))
-        dt, log_alpha = self._decay(projected.dt)
-        value = self._value(x, dt)
-        if projected.beta_low is None:
-            scan = partial(chunk_ssd, q, k, value, log_alpha, initial_state=memory and memory[0])
-        else:
-            beta = self._beta(projected.beta_low, dt)
-            scan = partial(chunk_palimpsa, q, k, value, beta, log_alpha, self.prior_log.exp(), initial_state=memory)
-        if not keep_memory:
-            return self._skip(scan(cu_seqlens=cu_seqlens), x), log_alpha, ()
-        y, final = scan(cu_seqlens=cu_seqlens, output_final_state=True)
-        return self._skip(y, x), log_alpha, final if self.importance else (final,)
+        importance = None
+        if projected.beta_low is not None:
+            importance = Importance(self._beta_logits(projected.beta_low), self.b_scale, self.prior_log.exp())
+        y, memory = mixing_scan(
+            q,
+            k,
+            self._by_head(x),
+            projected.dt,
+            HeadParameters(self.dt_bias, self.A_log, self.D),
+            importance,
+            initial_state=memory,
+            output_final_state=keep_memory,
+            cu_seqlens=cu_seqlens,
+        )
+        if self.recorder is not None:
+            _, log_alpha = step_and_decay(projected.dt, self.dt_bias, self.A_log)
+            recorded = None if importance is None else (importance.prior, memory[1])
+            self.recorder.record(self.layer_number, log_alpha, recorded, cu_seqlens)
+        return y.flatten(-2), memory
 
     def _continue(self, projected: Projected, context: BaseInferenceContext) -> Tensor:
         """Convolve and scan tokens that follow those in `context`, and keep the states behind them there."""
@@ -316,22 +292,31 @@ class Mixer(MegatronModule):
         state = cache.get(self.layer_number) if context.sequence_len_offset else None
         if state is not None and projected.x.shape[1] == 1:
             return self._step(projected, state)
-        y, cache[self.layer_number] = self._whole(projected, None, state, keep_memory=True)
+        window_x, window_bc, memory = (state.conv_x, state.conv_bc, state.memory) if state else (None, None, None)
+        x, window_x = causal_conv1d(
+            projected.x, self.conv_x_weight, self.conv_x_bias, initial_state=window_x, output_final_state=True
+        )
+        bc, window_bc = causal_conv1d(
+            projected.bc, *self._bc_filter(), initial_state=window_bc, output_final_state=True
+        )
+        y, memory = self._scan(x, bc, projected, None, memory, keep_memory=True)
+        cache[self.layer_number] = MixerState(window_x, window_bc, memory)
         return y
 
     def _step(self, projected: Projected, state: MixerState) -> Tensor:
-        """One token -> y [B, 1, H * V] fp32; `state` moves on in place."""
+        """One token -> y [B, 1, H * V]; `state` moves on in place."""
         x = causal_conv1d_step(projected.x[:, 0], state.conv_x, self.conv_x_weight, self.conv_x_bias)
         k, q = self._keys_and_queries(causal_conv1d_step(projected.bc[:, 0], state.conv_bc, *self._bc_filter()))
-        x = x.unflatten(-1, (self.heads, self.headdim))
-        dt, log_alpha = self._decay(projected.dt[:, 0])
-        value = self._value(x, dt)
+        x = self._by_head(x)
+        dt, log_alpha = step_and_decay(projected.dt[:, 0], self.dt_bias, self.A_log)
+        value = weighted_value(x, dt)
         if projected.beta_low is None:
             y = ssd_step(q, k, value, log_alpha, state.memory[0])
         else:
-            beta, states = self._beta(projected.beta_low[:, 0], dt), (state.memory[0], state.memory[1])
+            beta = likelihood_precision(self._beta_logits(projected.beta_low[:, 0]), self.b_scale, dt)
+            states = state.memory[0], state.memory[1]
             y = palimpsa_step(q, k, value, beta, log_alpha, self.prior_log.exp(), states)
-        return self._skip(y, x).unsqueeze(1)
+        return add_skip(y, x, self.D).flatten(-2).unsqueeze(1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """For dist_checkpointing: split parameters with their offsets, whole ones as replicas."""

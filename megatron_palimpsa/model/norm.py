@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
+from palimpsa_kernels import gated_rms_norm
 from torch import Tensor, nn
 
 from megatron_palimpsa.model.tensor_parallel import make_parameter
@@ -30,8 +31,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden_size], any floating dtype -> the same shape in the weight's dtype."""
-        normed = F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps)
-        return (normed * self.weight.float()).to(self.weight.dtype)
+        return gated_rms_norm(x, None, self.weight, eps=self.eps, group_size=x.shape[-1])
 
 
 class GatedRMSNorm(nn.Module):
@@ -71,26 +71,26 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """x, z [..., channels / tp] -> the same shape in the weight's dtype."""
-        gated = x.float() * F.silu(z.float())
-        normed = self._local(gated) if self.groups_are_local else self._across_ranks(gated)
-        return (normed * self.weight.float()).to(self.weight.dtype)
+        sizes = None if self.groups_are_local else [size for _, size in self.segments]
+        return gated_rms_norm(
+            x,
+            z,
+            self.weight,
+            eps=self.eps,
+            group_size=self.group_size,
+            segments=sizes,
+            total=None if self.groups_are_local else self._over_ranks,
+        )
 
-    def _local(self, gated: Tensor) -> Tensor:
-        grouped = gated.unflatten(-1, (-1, self.group_size))
-        return F.rms_norm(grouped, (self.group_size,), eps=self.eps).flatten(-2)
-
-    def _across_ranks(self, gated: Tensor) -> Tensor:
-        sizes = [size for _, size in self.segments]
-        partial = torch.stack([part.square().sum(-1) for part in gated.split(sizes, dim=-1)], dim=-1)
+    def _over_ranks(self, sums: Tensor) -> Tensor:
+        """Sums over this rank's segments [..., segments] -> over their whole groups."""
         first, last = self.segments[0][0], self.segments[-1][0]
-        partial = F.pad(partial, (first, self.groups - 1 - last))
+        of_groups = F.pad(sums, (first, self.groups - 1 - last))
         # Summed over ranks forward; every rank then uses the sum for its own channels, so the gradient is summed too.
         total = copy_to_tensor_model_parallel_region(
-            reduce_from_tensor_model_parallel_region(partial, group=self.tp_group), group=self.tp_group
+            reduce_from_tensor_model_parallel_region(of_groups, group=self.tp_group), group=self.tp_group
         )
-        scale = torch.rsqrt(total / self.group_size + self.eps)
-        parts = zip(gated.split(sizes, dim=-1), self.segments, strict=True)
-        return torch.cat([part * scale[..., group : group + 1] for part, (group, _) in parts], dim=-1)
+        return total[..., first : last + 1]
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """For dist_checkpointing: the weight is split along its only dimension."""

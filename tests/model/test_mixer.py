@@ -9,9 +9,9 @@ import torch
 from helpers.models import randomise
 from helpers.reference_model import relative_error
 from helpers.stages import random_batch, tiny_stage
+from palimpsa_kernels import mixing
 
 from megatron_palimpsa.model import build_model, forward_loss
-from megatron_palimpsa.model import mixer as mixer_module
 from megatron_palimpsa.model.naming import global_parameters
 from megatron_palimpsa.model.weights import load_full_weights
 
@@ -65,13 +65,13 @@ def test_decay_stronger_than_the_scan_takes_is_limited(pattern, scan, monkeypatc
         model.decoder.layers[0].mixer.A_log[:4] = 4.0
         model.decoder.layers[0].mixer.A_log[4:] = -4.0
     given = []
-    original = getattr(mixer_module, scan)
+    original = getattr(mixing, scan)
 
     def spy(*arguments, **options):
         given.append(arguments[4 if pattern == "P" else 3].detach())
         return original(*arguments, **options)
 
-    monkeypatch.setattr(mixer_module, scan, spy)
+    monkeypatch.setattr(mixing, scan, spy)
     losses = forward_loss(model, random_batch(config, seed=0))
     losses.sum().backward()
     assert torch.equal(given[0][..., :4], torch.full((1, 32, 4), -100.0))

@@ -78,6 +78,8 @@ class MixingScan(torch.autograd.Function):
             )
         scan.saved_tensors = ()
         del value, beta
+        assert dvalue is not None
+        assert dlog_alpha is not None
         own = activation_gradients(raw, dvalue, dbeta, dlog_alpha, dy)
         return (
             dq, dk, own.x, own.dt, own.logits, own.dt_bias, own.A_log, own.D, own.b_scale, dprior, dmean, dimportance,
