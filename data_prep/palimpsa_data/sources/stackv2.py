@@ -43,7 +43,9 @@ class StackV2Options(TextLengths):
     licenses: tuple[str, ...] = option(
         (), "keep files only whose detected licences are all among these SPDX ids: MIT Apache-2.0", metavar="SPDX"
     )
-    blobs: Path | None = option(None, "where the blobs lie, as ID or ID.gz, that rows of ids name", metavar="FOLDER")  # noqa: RUF009 - a field
+    blobs: str | None = option(
+        None, "where the blobs lie, as ID or ID.gz, that rows of ids name", metavar="FOLDER", decides=False
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,7 +63,7 @@ def read(source: Input, options: StackV2Options, progress: Callable[[int], None]
     if source.format == "blobs":
         yield from _bare_blobs(source, options, progress)
         return
-    blobs = BlobFolder(options.blobs) if options.blobs is not None else None
+    blobs = BlobFolder(Path(options.blobs)) if options.blobs is not None else None
     wanted = _Wanted(options)
     for row in read_rows(source, _COLUMNS, progress, required=[(*_CONTENT, "files", "blob_id")]):
         if isinstance(row, BadRow):

@@ -61,7 +61,7 @@ def test_ids_without_their_blobs_are_one_message(tmp_path: Path, shape: str, nam
 def test_ids_with_their_blobs(tmp_path: Path, shape: str, layout: str) -> None:
     folder = write_blobs(tmp_path / "swh", stack_blobs(), layout=layout)
     path = write_parquet(tmp_path / "x.parquet", stack_rows(shape))
-    assert items(path, StackV2Options(blobs=folder)) == ALL
+    assert items(path, StackV2Options(blobs=str(folder))) == ALL
 
 
 def test_blobs_that_are_not_packed_or_not_whole_or_not_there(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_blobs_that_are_not_packed_or_not_whole_or_not_there(tmp_path: Path) -> 
     for blob_id, content in zip(ids, contents, strict=False):
         write_bytes(folder / blob_id, content)
     rows += [{**rows[0], "blob_id": "../../etc/passwd"}, {**rows[0], "blob_id": None}]
-    found = items(write_lines(tmp_path / "x.jsonl", rows), StackV2Options(blobs=folder))
+    found = items(write_lines(tmp_path / "x.jsonl", rows), StackV2Options(blobs=str(folder)))
     assert texts(found) == ["plain\n", "packed twice\n"]
     assert skipped(found) == {
         "gzip ends early": 1,
@@ -92,7 +92,7 @@ def test_a_blob_that_memory_could_not_hold_is_left_out(tmp_path: Path, monkeypat
     monkeypatch.setattr(blobs, "MAX_BLOB_BYTES", 2**20)
     row = stack_file("x")
     folder = write_blobs(tmp_path / "swh", {row["blob_id"]: b"x" * (2**20 + 1)})
-    found = items(write_lines(tmp_path / "x.jsonl", [row]), StackV2Options(blobs=folder))
+    found = items(write_lines(tmp_path / "x.jsonl", [row]), StackV2Options(blobs=str(folder)))
     assert skipped(found) == {"blob larger than 1 MiB": 1}
 
 
@@ -110,7 +110,7 @@ def test_blobs_alone(tmp_path: Path) -> None:
 def test_a_folder_of_blobs_that_is_not_there(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "x.parquet", stack_rows("flat ids"))
     with pytest.raises(DataError, match=r"--blobs .*absent: there is no such folder"):
-        items(path, StackV2Options(blobs=tmp_path / "absent"))
+        items(path, StackV2Options(blobs=str(tmp_path / "absent")))
 
 
 @pytest.mark.parametrize("where", ["column", "blob"])
@@ -121,7 +121,7 @@ def test_every_source_encoding(tmp_path: Path, where: str) -> None:
     if where == "column":
         rows = [{**row, "content": contents[row["blob_id"]]} for row in rows]
     else:
-        options = StackV2Options(blobs=write_blobs(tmp_path / "swh", contents))
+        options = StackV2Options(blobs=str(write_blobs(tmp_path / "swh", contents)))
     found = items(write_parquet(tmp_path / "x.parquet", rows), options)
     assert texts(found) == [text for text, _, _ in ENCODED]
 
@@ -164,7 +164,7 @@ def test_bytes_that_are_not_in_their_encoding_are_counted(tmp_path: Path) -> Non
 def test_filters(tmp_path: Path, shape: str, filters: dict[str, Any], kept: list[int]) -> None:
     folder = write_blobs(tmp_path / "swh", stack_blobs())
     path = write_parquet(tmp_path / "x.parquet", stack_rows(shape))
-    found = items(path, StackV2Options(**filters, blobs=folder))
+    found = items(path, StackV2Options(**filters, blobs=str(folder)))
     assert [item for item in found if isinstance(item, Document)] == [ALL[number] for number in kept]
     assert sum(skipped(found).values()) == 3 - len(kept)
 
@@ -172,7 +172,7 @@ def test_filters(tmp_path: Path, shape: str, filters: dict[str, Any], kept: list
 def test_unwanted_files_are_not_looked_for(tmp_path: Path) -> None:
     (tmp_path / "swh").mkdir()
     path = write_parquet(tmp_path / "x.parquet", stack_rows("flat ids"))
-    found = items(path, StackV2Options(blobs=tmp_path / "swh", languages=("SQL",)))
+    found = items(path, StackV2Options(blobs=str(tmp_path / "swh"), languages=("SQL",)))
     assert skipped(found) == {"language is not SQL": 2, "blob is not in the folder": 1}
 
 
