@@ -70,11 +70,12 @@ class Tokenizer(ABC):
         """
         if all(len(text) <= PIECE_CHARACTERS for text in texts):
             return self._encode(texts)
-        parts = [pieces(text, self._encode_one) for text in texts]
-        batches = [self._encode([part]) for of_one in parts for part in of_one]
-        ends = np.cumsum([0, *(len(batch.ids) for batch in batches)])
-        first = np.cumsum([0, *(len(of_one) for of_one in parts)])
-        return Batch(np.concatenate([batch.ids for batch in batches]), ends[first])
+        ids: list[np.ndarray] = []
+        offsets = [0]
+        for text in texts:
+            ids.extend(self._encode_one(piece) for piece in pieces(text, self._encode_one))
+            offsets.append(sum(map(len, ids)))
+        return Batch(np.concatenate(ids), np.array(offsets))
 
     def _encode_one(self, text: str) -> np.ndarray:
         return self._encode([text]).ids

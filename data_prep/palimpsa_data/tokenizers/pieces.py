@@ -8,7 +8,7 @@ tokenizer itself gives the same ids for its surroundings cut and whole.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class UncuttableError(ValueError):
     """A text too long for memory without a place to cut it."""
 
 
-def pieces(text: str, encode: Callable[[str], np.ndarray]) -> list[str]:
+def pieces(text: str, encode: Callable[[str], np.ndarray]) -> Iterator[str]:
     """The text in pieces of about PIECE_CHARACTERS whose ids, end to end, are those of the text.
 
     Args:
@@ -42,18 +42,16 @@ def pieces(text: str, encode: Callable[[str], np.ndarray]) -> list[str]:
     Raises:
         UncuttableError: no place found in `_LONGEST_PIECE` characters.
     """
-    found = []
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
         place = _place(text, start, encode)
         if place is None:
             break
-        found.append(text[start : place[0]])
+        yield text[start : place[0]]
         start = place[1]
     if len(text) - start > _LONGEST_PIECE:
         raise UncuttableError(f"no place to cut in {_LONGEST_PIECE} characters")
-    found.append(text[start:])
-    return found
+    yield text[start:]
 
 
 def _place(text: str, start: int, encode: Callable[[str], np.ndarray]) -> tuple[int, int] | None:

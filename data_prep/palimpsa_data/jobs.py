@@ -1,0 +1,280 @@
+"""Running a job: its shards, or a task's part of them, in one process or several, whatever was there before.
+
+Nothing but the file system connects the processes of a job: a shard that is complete is kept, one that another process
+works on is passed over and looked at again at the end, every other is written. Any number of calls, on any number of
+machines, may work on one output folder.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from palimpsa_data import tokenizers
+from palimpsa_data.documents import Item
+from palimpsa_data.errors import DataError
+from palimpsa_data.files import json_bytes, read_json, require_free_space, write_atomically
+from palimpsa_data.locks import BusyError
+from palimpsa_data.pipeline import Done, Limits, write_input
+from palimpsa_data.plan import Plan, PrepJob, ShardInput, plan_of, save_plan
+from palimpsa_data.progress import Counters, Progress
+from palimpsa_data.shards import Manifest, ShardSpec, manifest_path, output_path
+from palimpsa_data.workers import Workers
+
+_SECONDS_BETWEEN_REPORTS = 0.5
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """Every shard of the call (path without suffix -> manifest), how many of them it wrote, and how long it took."""
+
+    plan: Plan
+    shards: dict[Path, Manifest]
+    written: int
+    seconds: float
+
+
+def run_job(
+    job: PrepJob,
+    *,
+    shard: tuple[int, int] | None = None,
+    processes: int = 1,
+    progress: Callable[[Progress], None] = lambda progress: None,
+    say: Callable[[str], None] = lambda line: None,
+) -> JobResult:
+    """Write every shard of the job that is not there, or those of one task.
+
+    Args:
+        shard: (i, n): only shards i, i + n, i + 2n, ...: task i of n, counted from 0.
+        progress: is called about twice a second.
+        say: gets what else is worth a line: which tokenizer backend, whom the job waits for.
+
+    Raises:
+        DataError: the job cannot start, or some shards could not be written; the others are then there.
+    """
+    started = time.monotonic()
+    first, step = _checked_share(shard)
+    tokenizer = tokenizers.load(job.tokenizer, backend=job.backend)
+    plan = plan_of(job, tokenizer.info)
+    save_plan(job.output, plan)
+    if tokenizer.note:
+        say(tokenizer.note)
+    mine = range(first, len(job.inputs), step)
+    stems = plan.stems(job.output)
+    _require_space(job, [index for index in mine if not manifest_path(stems[index]).exists()])
+    run = _Run(job, plan, list(mine), progress, say)
+    run.all_shards(processes, tokenizer, started)
+    if run.failed:
+        raise DataError(_failure(run.failed, len(mine)))
+    done = {stems[index]: run.done[index] for index in mine}
+    return JobResult(plan, done, run.written, time.monotonic() - started)
+
+
+def _checked_share(shard: tuple[int, int] | None) -> tuple[int, int]:
+    if shard is None:
+        return 0, 1
+    index, count = shard
+    if not 0 <= index < count:
+        raise DataError(f"--shard {index}/{count}: i/n needs 0 <= i < n, tasks are counted from 0")
+    return index, count
+
+
+def _require_space(job: PrepJob, missing: Sequence[int]) -> None:
+    # Two bytes a token and some four bytes of text a token; compressed inputs need more than this.
+    require_free_space(job.output, sum(job.inputs[index].bytes for index in missing) // 2)
+
+
+def _failure(failed: dict[int, str], count: int) -> str:
+    reasons = [failed[index] for index in sorted(failed)]
+    rest = f"\n... and {len(reasons) - 10} more" if len(reasons) > 10 else ""
+    others = "; the others are done" if len(failed) < count else ""
+    return f"{len(failed)} of {count} shards could not be prepared{others}:\n" + "\n".join(reasons[:10]) + rest
+
+
+class _Run:
+    """One call's shards: those still to do, and what became of the others."""
+
+    def __init__(
+        self,
+        job: PrepJob,
+        plan: Plan,
+        mine: list[int],
+        progress: Callable[[Progress], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self.done: dict[int, Manifest] = {}
+        self.failed: dict[int, str] = {}
+        self.written = 0
+        self._job, self._plan, self._mine = job, plan, mine
+        self._progress, self._say = progress, say
+        self._busy: list[int] = []
+        self._reported = 0.0
+
+    def all_shards(self, processes: int, tokenizer: tokenizers.Tokenizer, started: float) -> None:
+        self._started = started
+        # The longest first, so that no process is left with a long one at the end.
+        order = sorted(self._mine, key=lambda index: (-self._job.inputs[index].bytes, index))
+        processes = min(processes, len(order))
+        if processes <= 1:
+            self._counters = Counters([0] * Counters.SIZE)
+            self._here(order, ShardWork(self._job, self._plan, tokenizer, self._counters, self._report))
+            return
+        workers: Workers[tuple[int, bool], Outcome]
+        with Workers(processes, Counters.SIZE, start_worker, (self._job, self._plan)) as workers:
+            self._counters = Counters(workers.counters)
+            self._spread(order, workers)
+
+    def _here(self, order: list[int], work: ShardWork) -> None:
+        for wait in (False, True):
+            for index in order:
+                self._keep(index, work(index, wait))
+            order = self._waited_for()
+        self._report(force=True)
+
+    def _spread(self, order: list[int], workers: Workers[tuple[int, bool], Outcome]) -> None:
+        for wait in (False, True):
+            for task, outcome in workers.map(deque((index, wait) for index in order), self._report):
+                died = (
+                    f"shard {task[0]}: its process ended ({outcome}); run again" if isinstance(outcome, str) else None
+                )
+                self._keep(task[0], Outcome(error=died) if isinstance(outcome, str) else outcome)
+            order = self._waited_for()
+        self._report(force=True)
+
+    def _waited_for(self) -> list[int]:
+        order, self._busy = self._busy, []
+        return order
+
+    def _keep(self, index: int, outcome: Outcome) -> None:
+        if outcome.busy:
+            self._say(f"{outcome.busy}: passed over, looked at again at the end")
+            self._busy.append(index)
+        elif outcome.manifest is not None:
+            self.done[index] = outcome.manifest
+            self.written += outcome.written
+        else:
+            self.failed[index] = str(outcome.error)
+            self._say(str(outcome.error))
+
+    def _report(self, *, force: bool = False) -> None:
+        now = time.monotonic()
+        if not force and now - self._reported < _SECONDS_BETWEEN_REPORTS:
+            return
+        self._reported = now
+        counted = self._counters.sums()
+        total = sum(self._job.inputs[index].bytes for index in self._mine)
+        self._progress(
+            Progress(
+                shards=len(self.done) + len(self.failed),
+                total_shards=len(self._mine),
+                input_bytes=counted["read"] + counted["reading"],
+                total_bytes=total - counted["kept"],
+                documents=counted["documents"],
+                tokens=counted["tokens"],
+                text_bytes=counted["text_bytes"],
+                seconds=now - self._started,
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A shard's manifest, or who works on it, or why it could not be written."""
+
+    manifest: Manifest | None = None
+    written: bool = False
+    busy: str = ""
+    error: str | None = None
+
+
+class ShardWork:
+    """Prepares one shard after the other with one tokenizer."""
+
+    def __init__(
+        self,
+        job: PrepJob,
+        plan: Plan,
+        tokenizer: tokenizers.Tokenizer,
+        counters: Counters,
+        report: Callable[[], None],
+    ) -> None:
+        self._job, self._plan, self._tokenizer = job, plan, tokenizer
+        self._counters, self._report = counters, report
+        self._stems = plan.stems(job.output)
+
+    def __call__(self, index: int, wait: bool) -> Outcome:
+        entry, stem = self._job.inputs[index], self._stems[index]
+        try:
+            manifest, written = self._write(entry, stem, wait)
+        except BusyError as error:
+            return Outcome(busy=str(error))
+        except DataError as error:
+            return Outcome(error=f"{entry.path}: {error}" if str(entry.path) not in str(error) else str(error))
+        finally:
+            self._counters["reading"] = 0
+        self._counters["read" if written else "kept"] += entry.bytes
+        self._report()
+        return Outcome(manifest, written)
+
+    def _write(self, entry: ShardInput, stem: Path, wait: bool) -> tuple[Manifest, bool]:
+        spec = ShardSpec(
+            input_sha256=input_sha256(entry, stem),
+            tokenizer_sha256=self._tokenizer.sha256,
+            config_sha256=self._plan.config_sha256,
+            vocab_size=self._tokenizer.vocab_size,
+            loss_mask=self._plan.loss_mask,
+            input_name=entry.name,
+            input_bytes=entry.bytes,
+        )
+        return write_input(
+            self._items(entry),
+            self._tokenizer,
+            spec,
+            stem,
+            limits=Limits.of(self._job.options),
+            progress=self._count,
+            wait=wait,
+        )
+
+    def _items(self, entry: ShardInput) -> Iterator[Item]:
+        try:
+            yield from self._job.read(entry, self._job.options, self._read)
+        except OSError as error:
+            raise DataError(f"cannot read {entry.path}: {error.strerror or error}") from error
+
+    def _read(self, size: int) -> None:
+        self._counters["reading"] = size
+
+    def _count(self, done: Done) -> None:
+        self._counters["documents"] += done.documents
+        self._counters["tokens"] += done.tokens
+        self._counters["text_bytes"] += done.text_bytes
+        self._report()
+
+
+def start_worker(row: int, counters: Sequence[int], job: PrepJob, plan: Plan) -> Callable[[tuple[int, bool]], Outcome]:
+    """What a worker process does with each (shard, whether to wait for its lock)."""
+    tokenizer = tokenizers.load(job.tokenizer, backend=job.backend)
+    work = ShardWork(job, plan, tokenizer, Counters(counters, row), lambda: None)
+    return lambda task: work(*task)
+
+
+def input_sha256(entry: ShardInput, stem: Path) -> str:
+    """The input's hash, kept in NAME.input.json for as long as the file's size and time of change stay the same."""
+    if not entry.path.is_file():
+        return entry.sha256()
+    record = output_path(stem, ".input.json")
+    status = entry.path.stat()
+    stamp = {"name": entry.name, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
+    try:
+        there = read_json(record)
+        if there == {**stamp, "sha256": there.get("sha256")}:
+            return str(there["sha256"])
+    except DataError:
+        pass  # not there, or half written by a process that was killed
+    digest = entry.sha256()
+    write_atomically(record, json_bytes({**stamp, "sha256": digest}))
+    return digest

@@ -1,0 +1,163 @@
+"""What a job makes, written into its output folder before the first shard.
+
+OUTPUT/job.json names the inputs in order: input i becomes shard i. Every process of the job, on whatever machine,
+finds the same plan there or is refused, so shards of two jobs never mix; `status` and `merge` read it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from palimpsa_data import sources
+from palimpsa_data.documents import Item
+from palimpsa_data.errors import DataError
+from palimpsa_data.files import json_bytes, json_sha256, read_json, write_atomically
+from palimpsa_data.locks import lock
+from palimpsa_data.sets import TokenizerInfo
+from palimpsa_data.shards import shard_stem
+from palimpsa_data.sources.options import deciding
+
+FORMAT = 1
+_RECIPE = 1  # part of every shard's hash: raise it when the same input and options are to give other tokens
+
+
+class ShardInput(Protocol):
+    """What becomes one shard; see `sources.Input`. `bytes` is 0 where it is not known."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+    def sha256(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class PrepJob:
+    """Inputs, how they are read, and where their shards go.
+
+    Args:
+        kind: the source's name, for reports.
+        read: items of an input; called as `read(input, options, progress)` in a process of its own, so a function of a
+            module or an object that can be pickled.
+        options: a dataclass; see `sources.options.deciding` for which of its fields decide what the shards hold.
+        output: the folder; its name is that of the set.
+        loss_mask: the items are examples, of which the answers alone are trained on.
+    """
+
+    kind: str
+    inputs: Sequence[ShardInput]
+    options: Any
+    tokenizer: Path
+    output: Path
+    loss_mask: bool = False
+    backend: str = "auto"
+    read: Callable[[Any, Any, Callable[[int], None]], Iterator[Item]] = sources.read
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Content of OUTPUT/job.json. `inputs` has a name and a size each."""
+
+    format: int
+    name: str
+    kind: str
+    options: dict[str, Any]
+    tokenizer: TokenizerInfo
+    loss_mask: bool
+    inputs: list[tuple[str, int]]
+    recipe: int = _RECIPE
+
+    @property
+    def config_sha256(self) -> str:
+        """Of everything but the inputs: what `ShardSpec.config_sha256` is."""
+        settings = (self.recipe, self.kind, self.options, self.tokenizer.eod_id, self.loss_mask)
+        return json_sha256(settings)
+
+    def stems(self, folder: Path) -> list[Path]:
+        """Path without suffix of every shard, in order."""
+        return [shard_stem(folder, self.name, shard, len(self.inputs)) for shard in range(len(self.inputs))]
+
+
+def plan_of(job: PrepJob, tokenizer: TokenizerInfo) -> Plan:
+    """Raises DataError for a job without inputs."""
+    if not job.inputs:
+        raise DataError(f"{job.output}: nothing to prepare; name at least one input")
+    options = deciding(job.options)
+    return Plan(
+        format=FORMAT,
+        name=job.output.resolve().name,
+        kind=job.kind,
+        options=options,
+        tokenizer=tokenizer,
+        loss_mask=job.loss_mask,
+        inputs=[(entry.name, entry.bytes) for entry in job.inputs],
+    )
+
+
+def _plain(value: Any) -> Any:
+    """As it comes back from JSON."""
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value.as_posix() if isinstance(value, Path) else value
+
+
+def save_plan(folder: Path, plan: Plan) -> None:
+    """Write job.json, or find the same one there.
+
+    Raises:
+        DataError: the folder holds another job or something else than a job; the message says where the jobs differ.
+    """
+    path = folder / "job.json"
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        with lock(folder / "job.lock", wait=True):
+            if not path.is_file():
+                write_atomically(path, json_bytes(dataclasses.asdict(plan)))
+    there = read_plan(folder)
+    if there == plan:
+        return
+    differing = [key.name for key in dataclasses.fields(plan) if getattr(there, key.name) != getattr(plan, key.name)]
+    what = "; ".join(_difference(key, getattr(there, key), getattr(plan, key)) for key in differing)
+    raise DataError(f"{folder} holds another job: {what}. Choose another --output, or remove that folder")
+
+
+def read_plan(folder: Path) -> Plan:
+    """Raises DataError naming the file when it is missing or is no plan of this version."""
+    path = folder / "job.json"
+    if not path.is_file():
+        raise DataError(f"{path} is missing: no job was started in this folder")
+    content = read_json(path)
+    try:
+        if content["format"] != FORMAT:
+            raise DataError(f"{path}: format {content['format']}, this version reads {FORMAT}; prepare the data again")
+        return _from_json(content)
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path}: not a job ({error}); remove the folder and prepare the data again") from None
+
+
+def _from_json(content: dict[str, Any]) -> Plan:
+    inputs = [(str(name), int(size)) for name, size in content["inputs"]]
+    tokenizer = TokenizerInfo(**content["tokenizer"])
+    return Plan(**{**content, "inputs": inputs, "tokenizer": tokenizer})
+
+
+def _difference(key: str, there: Any, here: Any) -> str:
+    if isinstance(there, dict) and isinstance(here, dict):
+        keys = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
+        return ", ".join(f"{key}.{name} {there.get(name)!r} there, {here.get(name)!r} here" for name in keys)
+    if key == "inputs":
+        changed = sorted({name for name, _ in set(there) ^ set(here)})
+        names = ", ".join(changed[:3]) + (", ..." if len(changed) > 3 else "")
+        return f"{len(there)} inputs there, {len(here)} here, differing in {names or 'their order'}"
+    if key == "tokenizer":
+        return f"another tokenizer ({there.sha256[:12]}... there, {here.sha256[:12]}... here)"
+    return f"{key} {there!r} there, {here!r} here"
