@@ -18,7 +18,7 @@ from palimpsa_data.documents import Item
 from palimpsa_data.errors import DataError
 from palimpsa_data.files import json_bytes, read_json, require_free_space, write_atomically
 from palimpsa_data.locks import BusyError
-from palimpsa_data.pipeline import Done, Limits, write_input
+from palimpsa_data.pipeline import Done, write_input
 from palimpsa_data.plan import Plan, PrepJob, ShardInput, plan_of, save_plan
 from palimpsa_data.progress import Counters, Progress
 from palimpsa_data.shards import Manifest, ShardSpec, manifest_path, output_path
@@ -234,7 +234,7 @@ class ShardWork:
             self._tokenizer,
             spec,
             stem,
-            limits=Limits.of(self._job.options),
+            limits=self._job.limits,
             progress=self._count,
             wait=wait,
         )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -29,12 +27,6 @@ class Limits:
     min_tokens: int = 1
     max_tokens: int | None = None
     max_example_tokens: int = 32768
-
-    @classmethod
-    def of(cls, options: Any) -> Limits:
-        """Those of the limits that a source's options have."""
-        names = (limit.name for limit in dataclasses.fields(cls))
-        return cls(**{name: getattr(options, name) for name in names if hasattr(options, name)})
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,8 +17,10 @@ from palimpsa_data.documents import Item
 from palimpsa_data.errors import DataError
 from palimpsa_data.files import json_bytes, json_sha256, read_json, write_atomically
 from palimpsa_data.locks import lock
+from palimpsa_data.pipeline import Limits
 from palimpsa_data.sets import TokenizerInfo
 from palimpsa_data.shards import shard_stem
+from palimpsa_data.sources.options import deciding
 from palimpsa_data.sources.options import deciding
 
 FORMAT = 1
@@ -58,6 +60,7 @@ class PrepJob:
     options: Any
     tokenizer: Path
     output: Path
+    limits: Limits = field(default_factory=Limits)
     loss_mask: bool = False
     backend: str = "auto"
     read: Callable[[Any, Any, Callable[[int], None]], Iterator[Item]] = sources.read
@@ -71,6 +74,7 @@ class Plan:
     name: str
     kind: str
     options: dict[str, Any]
+    limits: dict[str, Any]
     tokenizer: TokenizerInfo
     loss_mask: bool
     inputs: list[tuple[str, int]]
@@ -79,7 +83,7 @@ class Plan:
     @property
     def config_sha256(self) -> str:
         """Of everything but the inputs: what `ShardSpec.config_sha256` is."""
-        settings = (self.recipe, self.kind, self.options, self.tokenizer.eod_id, self.loss_mask)
+        settings = (self.recipe, self.kind, self.options, self.limits, self.tokenizer.eod_id, self.loss_mask)
         return json_sha256(settings)
 
     def stems(self, folder: Path) -> list[Path]:
@@ -96,7 +100,8 @@ def plan_of(job: PrepJob, tokenizer: TokenizerInfo) -> Plan:
         format=FORMAT,
         name=job.output.resolve().name,
         kind=job.kind,
-        options=options,
+        options={name: _plain(value) for name, value in deciding(job.options).items()},
+        limits=dataclasses.asdict(job.limits),
         tokenizer=tokenizer,
         loss_mask=job.loss_mask,
         inputs=[(entry.name, entry.bytes) for entry in job.inputs],
