@@ -21,7 +21,6 @@ from palimpsa_data.pipeline import Limits
 from palimpsa_data.sets import TokenizerInfo
 from palimpsa_data.shards import shard_stem
 from palimpsa_data.sources.options import deciding
-from palimpsa_data.sources.options import deciding
 
 FORMAT = 1
 _RECIPE = 1  # part of every shard's hash: raise it when the same input and options are to give other tokens
@@ -95,24 +94,16 @@ def plan_of(job: PrepJob, tokenizer: TokenizerInfo) -> Plan:
     """Raises DataError for a job without inputs."""
     if not job.inputs:
         raise DataError(f"{job.output}: nothing to prepare; name at least one input")
-    options = deciding(job.options)
     return Plan(
         format=FORMAT,
         name=job.output.resolve().name,
         kind=job.kind,
-        options={name: _plain(value) for name, value in deciding(job.options).items()},
+        options=deciding(job.options),
         limits=dataclasses.asdict(job.limits),
         tokenizer=tokenizer,
         loss_mask=job.loss_mask,
         inputs=[(entry.name, entry.bytes) for entry in job.inputs],
     )
-
-
-def _plain(value: Any) -> Any:
-    """As it comes back from JSON."""
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return value.as_posix() if isinstance(value, Path) else value
 
 
 def save_plan(folder: Path, plan: Plan) -> None:
