@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 
 from palimpsa_data.documents import Item, Skipped
 from palimpsa_data.errors import DataError
-from palimpsa_data.sources import fineweb, longalpaca, stackv2, text
-from palimpsa_data.sources.fineweb import FineWebOptions
 from palimpsa_data.sources.inputs import Input, find_inputs
-from palimpsa_data.sources.longalpaca import LongAlpacaOptions
-from palimpsa_data.sources.options import SourceOptions
-from palimpsa_data.sources.stackv2 import StackV2Options
-from palimpsa_data.sources.text import TextOptions
+from palimpsa_data.sources.options import (
+    FineWebOptions,
+    LongAlpacaOptions,
+    SourceOptions,
+    StackV2Options,
+    TextOptions,
+)
 
 __all__ = [
     "FineWebOptions",
@@ -45,13 +46,22 @@ def read(source: Input, options: SourceOptions, progress: Callable[[int], None])
 
 
 def _items(source: Input, options: SourceOptions, progress: Callable[[int], None]) -> Iterator[Item]:
+    # The readers need pyarrow and numpy, which take longer to import than the command line may take to answer.
     match options:
         case FineWebOptions():
+            from palimpsa_data.sources import fineweb
+
             return fineweb.read(source, options, progress)
         case StackV2Options():
+            from palimpsa_data.sources import stackv2
+
             return stackv2.read(source, options, progress)
         case TextOptions():
+            from palimpsa_data.sources import text
+
             return text.read(source, options, progress)
         case LongAlpacaOptions():
+            from palimpsa_data.sources import longalpaca
+
             return longalpaca.read(source, options, progress)
     raise TypeError(f"no source takes {type(options).__name__}")

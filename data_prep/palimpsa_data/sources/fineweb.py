@@ -2,40 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from palimpsa_data.documents import Document, Skipped
-from palimpsa_data.errors import DataError
 from palimpsa_data.sources.inputs import Input
-from palimpsa_data.sources.options import TextLengths, option
+from palimpsa_data.sources.options import FineWebOptions
 from palimpsa_data.sources.rows import read_rows
 from palimpsa_data.sources.streams import BadRow
 from palimpsa_data.sources.texts import checked_text, document
-
-_LANGUAGE_CODE = re.compile(r"[A-Za-z]{2,3}([_-][A-Za-z]{2,8})?")
-
-
-@dataclass(frozen=True)
-class FineWebOptions(TextLengths):
-    """Filters; one on a column that the file does not have is an error, one on a row's null leaves the row out."""
-
-    min_score: float | None = option(None, "leave out documents of a lower educational score (FineWeb-Edu: 0 to 5)")
-    languages: tuple[str, ...] = option((), "keep these languages only, by their codes: en fr", metavar="CODE")
-    min_language_score: float | None = option(None, "leave out documents whose language is less sure (0 to 1)")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.min_score is not None and not math.isfinite(self.min_score):
-            raise DataError(f"--min-score must be a number, not {self.min_score}")
-        if self.min_language_score is not None and not 0 <= self.min_language_score <= 1:
-            raise DataError(f"--min-language-score must be from 0 to 1, not {self.min_language_score}")
-        for code in self.languages:
-            if not _LANGUAGE_CODE.fullmatch(code):
-                raise DataError(f"--languages takes codes of two or three letters such as en or deu, not {code!r}")
 
 
 def read(source: Input, options: FineWebOptions, progress: Callable[[int], None]) -> Iterator[Document | Skipped]:

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from palimpsa_data.documents import Example, Skipped
 from palimpsa_data.instruct import alpaca
 from palimpsa_data.sources.inputs import Input
-from palimpsa_data.sources.options import SourceOptions
+from palimpsa_data.sources.options import LongAlpacaOptions
 from palimpsa_data.sources.rows import read_rows
 from palimpsa_data.sources.streams import BadRow
 from palimpsa_data.sources.texts import checked_text
 
 _COLUMNS = ("instruction", "input", "output")
-
-
-@dataclass(frozen=True)
-class LongAlpacaOptions(SourceOptions):
-    pass
 
 
 def read(source: Input, options: LongAlpacaOptions, progress: Callable[[int], None]) -> Iterator[Example | Skipped]:

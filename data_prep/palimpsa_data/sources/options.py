@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from palimpsa_data.errors import DataError
 
 Loose = Literal["", "text", "blobs"]
+
+LICENSE_TYPES = ("permissive", "no_license")
+_LANGUAGE_CODE = re.compile(r"[A-Za-z]{2,3}([_-][A-Za-z]{2,8})?")
 
 
 def option(default: Any, text: str, *, metavar: str = "N", decides: bool = True) -> Any:
@@ -43,13 +48,83 @@ class SourceOptions:
 
 @dataclass(frozen=True)
 class TextLengths(SourceOptions):
-    """Limits on documents, in characters."""
+    """Limits on documents; the sources apply those in characters, the encoder those in tokens."""
 
     min_length: int = option(1, "leave out documents with fewer characters (%(default)s)")
     max_length: int | None = option(None, "leave out documents with more characters")
 
+    min_tokens: int = option(1, "leave out documents with fewer tokens (%(default)s)")
+    max_tokens: int | None = option(None, "leave out documents with more tokens")
+
     def __post_init__(self) -> None:
-        if self.min_length < 1:
-            raise DataError(f"--min-length must be at least 1, not {self.min_length}")
-        if self.max_length is not None and self.max_length < self.min_length:
-            raise DataError(f"--max-length {self.max_length} is below --min-length {self.min_length}")
+        for unit in ("length", "tokens"):
+            least, most = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
+            if least < 1:
+                raise DataError(f"--min-{unit} must be at least 1, not {least}")
+            if most is not None and most < least:
+                raise DataError(f"--max-{unit} {most} is below --min-{unit} {least}")
+
+
+@dataclass(frozen=True)
+class FineWebOptions(TextLengths):
+    """Filters; one on a column that the file does not have is an error, one on a row's null leaves the row out."""
+
+    min_score: float | None = option(None, "leave out documents of a lower educational score (FineWeb-Edu: 0 to 5)")
+    languages: tuple[str, ...] = option((), "keep these languages only, by their codes: en fr", metavar="CODE")
+    min_language_score: float | None = option(None, "leave out documents whose language is less sure (0 to 1)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_score is not None and not math.isfinite(self.min_score):
+            raise DataError(f"--min-score must be a number, not {self.min_score}")
+        if self.min_language_score is not None and not 0 <= self.min_language_score <= 1:
+            raise DataError(f"--min-language-score must be from 0 to 1, not {self.min_language_score}")
+        for code in self.languages:
+            if not _LANGUAGE_CODE.fullmatch(code):
+                raise DataError(f"--languages takes codes of two or three letters such as en or deu, not {code!r}")
+
+
+@dataclass(frozen=True)
+class StackV2Options(TextLengths):
+    """Filters; a file that does not say its language or licence does not pass a filter on it."""
+
+    loose: ClassVar[Loose] = "blobs"
+
+    languages: tuple[str, ...] = option(
+        (), "keep these languages only, as the rows spell them: Python C++", metavar="NAME"
+    )
+    license_types: tuple[str, ...] = option(
+        (), f"keep files of these licence types only: {', '.join(LICENSE_TYPES)}", metavar="TYPE"
+    )
+    licenses: tuple[str, ...] = option(
+        (), "keep files only whose detected licences are all among these SPDX ids: MIT Apache-2.0", metavar="SPDX"
+    )
+    blobs: str | None = option(
+        None, "where the blobs lie, as ID or ID.gz, that rows of ids name", metavar="FOLDER", decides=False
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for kind in self.license_types:
+            if kind not in LICENSE_TYPES:
+                raise DataError(f"--license-types takes {' and '.join(LICENSE_TYPES)}, not {kind!r}")
+
+
+@dataclass(frozen=True)
+class TextOptions(TextLengths):
+    loose: ClassVar[Loose] = "text"
+
+    text_column: str = option("text", "the column that holds the documents (%(default)s)", metavar="NAME")
+
+
+@dataclass(frozen=True)
+class LongAlpacaOptions(SourceOptions):
+    """`max_example_tokens` is the encoder's: what is longer loses text inside its document, nothing of its answer."""
+
+    max_example_tokens: int = option(
+        32768, "shorten the document of examples with more tokens, never the answer (%(default)s)"
+    )
+
+    def __post_init__(self) -> None:
+        if self.max_example_tokens < 64:
+            raise DataError(f"--max-example-tokens must be at least 64, not {self.max_example_tokens}")

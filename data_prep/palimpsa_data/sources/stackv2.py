@@ -9,49 +9,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from palimpsa_data.documents import Document, Skipped
 from palimpsa_data.errors import DataError
 from palimpsa_data.sources.blobs import BlobFolder, expand
 from palimpsa_data.sources.encodings import decode
 from palimpsa_data.sources.inputs import Input, loose_files
-from palimpsa_data.sources.options import Loose, TextLengths, option
+from palimpsa_data.sources.options import StackV2Options
 from palimpsa_data.sources.rows import read_rows
 from palimpsa_data.sources.streams import BadRow
 from palimpsa_data.sources.texts import checked_text, document
 
-LICENSE_TYPES = ("permissive", "no_license")
 _CONTENT = ("content", "text")
 _COLUMNS = {*_CONTENT, "files", "blob_id", "src_encoding", "language", "license_type", "detected_licenses"}
-
-
-@dataclass(frozen=True)
-class StackV2Options(TextLengths):
-    """Filters; a file that does not say its language or licence does not pass a filter on it."""
-
-    loose: ClassVar[Loose] = "blobs"
-
-    languages: tuple[str, ...] = option(
-        (), "keep these languages only, as the rows spell them: Python C++", metavar="NAME"
-    )
-    license_types: tuple[str, ...] = option(
-        (), f"keep files of these licence types only: {', '.join(LICENSE_TYPES)}", metavar="TYPE"
-    )
-    licenses: tuple[str, ...] = option(
-        (), "keep files only whose detected licences are all among these SPDX ids: MIT Apache-2.0", metavar="SPDX"
-    )
-    blobs: str | None = option(
-        None, "where the blobs lie, as ID or ID.gz, that rows of ids name", metavar="FOLDER", decides=False
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for kind in self.license_types:
-            if kind not in LICENSE_TYPES:
-                raise DataError(f"--license-types takes {' and '.join(LICENSE_TYPES)}, not {kind!r}")
 
 
 def read(source: Input, options: StackV2Options, progress: Callable[[int], None]) -> Iterator[Document | Skipped]:

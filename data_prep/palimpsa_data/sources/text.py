@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import ClassVar
 
 from palimpsa_data.documents import Document, Skipped
 from palimpsa_data.sources.inputs import Input, loose_files
-from palimpsa_data.sources.options import Loose, TextLengths, option
+from palimpsa_data.sources.options import TextOptions
 from palimpsa_data.sources.rows import read_rows
 from palimpsa_data.sources.streams import BadRow
 from palimpsa_data.sources.texts import checked_text, document
-
-
-@dataclass(frozen=True)
-class TextOptions(TextLengths):
-    loose: ClassVar[Loose] = "text"
-
-    text_column: str = option("text", "the column that holds the documents (%(default)s)", metavar="NAME")
 
 
 def read(source: Input, options: TextOptions, progress: Callable[[int], None]) -> Iterator[Document | Skipped]:
