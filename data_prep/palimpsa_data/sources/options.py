@@ -48,21 +48,16 @@ class SourceOptions:
 
 @dataclass(frozen=True)
 class TextLengths(SourceOptions):
-    """Limits on documents; the sources apply those in characters, the encoder those in tokens."""
+    """Limits on documents, in characters; those in tokens are the encoder's (`pipeline.Limits`)."""
 
     min_length: int = option(1, "leave out documents with fewer characters (%(default)s)")
     max_length: int | None = option(None, "leave out documents with more characters")
 
-    min_tokens: int = option(1, "leave out documents with fewer tokens (%(default)s)")
-    max_tokens: int | None = option(None, "leave out documents with more tokens")
-
     def __post_init__(self) -> None:
-        for unit in ("length", "tokens"):
-            least, most = getattr(self, f"min_{unit}"), getattr(self, f"max_{unit}")
-            if least < 1:
-                raise DataError(f"--min-{unit} must be at least 1, not {least}")
-            if most is not None and most < least:
-                raise DataError(f"--max-{unit} {most} is below --min-{unit} {least}")
+        if self.min_length < 1:
+            raise DataError(f"--min-length must be at least 1, not {self.min_length}")
+        if self.max_length is not None and self.max_length < self.min_length:
+            raise DataError(f"--max-length {self.max_length} is below --min-length {self.min_length}")
 
 
 @dataclass(frozen=True)
@@ -119,12 +114,4 @@ class TextOptions(TextLengths):
 
 @dataclass(frozen=True)
 class LongAlpacaOptions(SourceOptions):
-    """`max_example_tokens` is the encoder's: what is longer loses text inside its document, nothing of its answer."""
-
-    max_example_tokens: int = option(
-        32768, "shorten the document of examples with more tokens, never the answer (%(default)s)"
-    )
-
-    def __post_init__(self) -> None:
-        if self.max_example_tokens < 64:
-            raise DataError(f"--max-example-tokens must be at least 64, not {self.max_example_tokens}")
+    pass

@@ -70,11 +70,6 @@ def test_damaged_rows_are_counted(tmp_path: Path) -> None:
     }
 
 
-def test_examples_need_room() -> None:
-    with pytest.raises(DataError, match="--max-example-tokens must be at least 64, not 10"):
-        LongAlpacaOptions(max_example_tokens=10)
-
-
 def test_other_data_is_refused(tmp_path: Path) -> None:
     path = write_array(tmp_path / "x.json", [{"instruction": "x", "response": "y"}])
     with pytest.raises(DataError, match=r"x\.json has no column output; its columns are instruction, response"):
