@@ -82,14 +82,18 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_prep(commands: argparse._SubParsersAction) -> None:
+    from megatron_palimpsa.commands import prep_sources
+
     prep = commands.add_parser(
         "prep",
         help="make shard sets and a tokenizer from text",
         description="Make shard sets, blends and a tokenizer from text; what is there already is verified and kept.",
     )
-    prep.add_argument("recipe", choices=["demo"], help="which data to prepare")
-    prep.add_argument("--folder", type=Path, default=Path("runs/demo/data"), help="output folder (%(default)s)")
-    prep.set_defaults(command=_prep)
+    recipes = prep.add_subparsers(title="what to prepare", metavar="WHAT", required=True)
+    prep_sources.add(recipes)
+    demo = recipes.add_parser("demo", help="the demo's tokenizer, sets and blends, from text that this machine has")
+    demo.add_argument("--folder", type=Path, default=Path("runs/demo/data"), help="output folder (%(default)s)")
+    demo.set_defaults(command=_prep_demo)
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
@@ -161,7 +165,7 @@ def _demo(options: argparse.Namespace) -> int:
     return demo.run(options.folder)
 
 
-def _prep(options: argparse.Namespace) -> int:
+def _prep_demo(options: argparse.Namespace) -> int:
     from palimpsa_data import demo
 
     demo.prepare(options.folder, progress=print)

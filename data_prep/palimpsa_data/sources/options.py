@@ -65,7 +65,7 @@ class FineWebOptions(TextLengths):
     """Filters; one on a column that the file does not have is an error, one on a row's null leaves the row out."""
 
     min_score: float | None = option(None, "leave out documents of a lower educational score (FineWeb-Edu: 0 to 5)")
-    languages: tuple[str, ...] = option((), "keep these languages only, by their codes: en fr", metavar="CODE")
+    languages: tuple[str, ...] = option((), "keep these languages only, by their codes: en,fr", metavar="CODE")
     min_language_score: float | None = option(None, "leave out documents whose language is less sure (0 to 1)")
 
     def __post_init__(self) -> None:
@@ -86,13 +86,13 @@ class StackV2Options(TextLengths):
     loose: ClassVar[Loose] = "blobs"
 
     languages: tuple[str, ...] = option(
-        (), "keep these languages only, as the rows spell them: Python C++", metavar="NAME"
+        (), "keep these languages only, as the rows spell them: Python,C++", metavar="NAME"
     )
     license_types: tuple[str, ...] = option(
         (), f"keep files of these licence types only: {', '.join(LICENSE_TYPES)}", metavar="TYPE"
     )
     licenses: tuple[str, ...] = option(
-        (), "keep files only whose detected licences are all among these SPDX ids: MIT Apache-2.0", metavar="SPDX"
+        (), "keep files only whose detected licences are all among these SPDX ids: MIT,Apache-2.0", metavar="SPDX"
     )
     blobs: str | None = option(
         None, "where the blobs lie, as ID or ID.gz, that rows of ids name", metavar="FOLDER", decides=False

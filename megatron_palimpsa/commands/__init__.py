@@ -1,0 +1,1 @@
+"""The subcommands of `megatron-palimpsa prep`, one module a family."""
