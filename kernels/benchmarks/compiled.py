@@ -18,21 +18,23 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from palimpsa_kernels.triton import adjoint, conv, decay, incoming, readout, ssd, states, step
+from palimpsa_kernels.triton import activations, adjoint, conv, decay, incoming, norm, readout, ssd, states, step
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 TARGETS = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 K, V = 128, 64
+CHANNELS = 80 * V
 TYPES = {
     **dict.fromkeys(
         ["k", "q", "v", "beta", "dy", "y", "dv", "dbeta", "dv_parts", "dbeta_parts", "dq", "x", "weight", "bias", "dx"],
         "*bf16",
     ),
+    **dict.fromkeys(["dt", "logits", "value", "dvalue", "ddt", "dlogits", "z", "dz", "out"], "*bf16"),
     **dict.fromkeys(["table"], "*i64"),
     **dict.fromkeys(["starts", "counts", "first_chunks", "counter", "place", "document"], "*i32"),
-    **dict.fromkeys(["scale", "bound"], "fp32"),
+    **dict.fromkeys(["scale", "bound", "eps"], "fp32"),
 }
 INTEGERS = [
     "work",
@@ -53,6 +55,8 @@ INTEGERS = [
     "stride_v",
     "stride_beta",
     "stride_dy",
+    *("stride_x", "stride_dt", "stride_logits", "stride_z"),
+    *("rows", "first", "segment", "segments", "group_size", "C"),
 ]
 
 
@@ -77,14 +81,13 @@ def configurations(target: str) -> dict[str, Configuration]:
     ssd_options = {"K": K, "V": V, "BLOCK_T": ssd.CHUNK, "BLOCK_K": K, "BLOCK_V": V, "OPERAND": tl.bfloat16}
     state_options = {"K": K, "V": V, "BLOCK_K": K, "BLOCK_V": V, "BLOCK_T": states.BLOCK_T, "SPLIT": True}
     passing = {"SIZE": K * V, "BLOCK": 1024, "HAS_INITIAL": False, "HAS_FINAL": False}
-    filtering = {
-        "W": 4,
-        "SILU": True,
-        "HAS_BIAS": True,
-        "HAS_INITIAL": False,
-        "BLOCK_T": conv.BLOCK_T,
-        "BLOCK_D": conv.BLOCK_D,
-    }
+    filtering = {"W": 4, "SILU": True, "HAS_BIAS": True, "HAS_INITIAL": False}
+    forward_blocks = {"BLOCK_T": conv.BLOCK_T, "BLOCK_D": conv.BLOCK_D}
+    walk = {name: value for name, value in conv.WALK.items() if name != "num_warps"}
+    activating = {**activations.tile(V), "IMPORTANCE": True}
+    norming = norm.block_sizes(CHANNELS)
+    norm_warps = norming.pop("num_warps")
+    norming |= {"GATED": True, "GIVEN": False}
     return {
         "readout": Configuration(
             readout.readout_kernel,
@@ -139,8 +142,14 @@ def configurations(target: str) -> dict[str, Configuration]:
             4,
             {},
         ),
-        "conv": Configuration(conv.conv_kernel, filtering, 4, {}),
-        "conv gradient": Configuration(conv.conv_gradient_kernel, filtering, 4, {}),
+        "activations": Configuration(activations.activate_kernel, activating, 4, {}),
+        "activation gradient": Configuration(
+            activations.activation_gradient_kernel, activating | {"HAS_DY": True}, 4, {"D": "*fp32"}
+        ),
+        "norm": Configuration(norm.norm_kernel, norming, norm_warps, {}),
+        "norm gradient": Configuration(norm.norm_gradient_kernel, norming | {"ROWS": norm.ROWS}, norm_warps, {}),
+        "conv": Configuration(conv.conv_kernel, filtering | forward_blocks, 4, {}),
+        "conv gradient": Configuration(conv.conv_gradient_kernel, filtering | walk, conv.WALK["num_warps"], {}),
     }
 
 

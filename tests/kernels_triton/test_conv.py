@@ -12,10 +12,27 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize("activation", ["silu", None])
 @pytest.mark.parametrize("given", [True, False], ids=["bias and state", "neither"])
 def test_convolution(offsets: tuple[int, ...] | None, activation: str | None, given: bool) -> None:
+    check(offsets, activation, given)
+
+
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_filters_of_other_widths(width: int) -> None:
+    check((0, 3, 9), "silu", True, width=width)
+
+
+@pytest.mark.parametrize("offsets", [None, (0, 0, 2, 2, 7, 9)], ids=["rows", "packed"])
+def test_gradients_across_blocks_of_tokens(offsets: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from palimpsa_kernels.triton import conv
+
+    monkeypatch.setitem(conv.WALK, "BLOCK_T", 4)
+    check(offsets, "silu", True)
+
+
+def check(offsets: tuple[int, ...] | None, activation: str | None, given: bool, width: int = 4) -> None:
     from palimpsa_kernels.triton import causal_conv1d
 
     torch.manual_seed(0)
-    batch, tokens, dim, width = (2 if offsets is None else 1), 11, 5, 4
+    batch, tokens, dim = (2 if offsets is None else 1), 11, 5
     documents = batch if offsets is None else len(offsets) - 1
     inputs = [torch.randn(batch, tokens, dim), torch.randn(dim, width)]
     if given:

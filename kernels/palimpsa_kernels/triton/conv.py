@@ -15,6 +15,8 @@ from palimpsa_kernels.triton.palimpsa import tokens_adjacent
 
 BLOCK_T = 32
 BLOCK_D = 64
+WALK = {"BLOCK_T": 128, "BLOCK_D": 128, "STAGES": 3, "num_warps": 1}
+"""Of the backward pass, whose programs go through their tokens one by one."""
 
 
 @triton.jit(do_not_specialize=["documents"])
@@ -80,39 +82,93 @@ def conv_kernel(
     tl.store(y + t[:, None] * D + offs[None, :], out.to(y.dtype.element_ty), mask=stored)
 
 
+@triton.jit
+def pushed(new, row, W: tl.constexpr):
+    """`new` in front of the first W - 1 of `row`."""
+    out = (new,)
+    for w in tl.static_range(W - 1):
+        out += (row[w],)
+    return out
+
+
+@triton.jit
+def zeros(W: tl.constexpr, BLOCK_D: tl.constexpr):
+    out = (tl.zeros([BLOCK_D], tl.float32),)
+    for _w in tl.static_range(W - 1):
+        out += (tl.zeros([BLOCK_D], tl.float32),)
+    return out
+
+
+@triton.jit
+def in_reach(window, initial, place, document, D, offs, exists, W: tl.constexpr, HAS_INITIAL: tl.constexpr):
+    """Of the last W inputs, newest first, those of the document; before its start its initial state."""
+    out = (tl.where(place >= 0, window[0], 0.0),)
+    for back in tl.static_range(1, W):
+        own = tl.where(place >= back, window[back], 0.0)
+        if HAS_INITIAL:
+            at = (document.to(tl.int64) * D + offs) * (W - 1) + W - 1 - back + place
+            own += tl.load(initial + at, mask=exists & (place >= 0) & (place < back), other=0.0).to(tl.float32)
+        out += (own,)
+    return out
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def conv_gradient_kernel(
     x, weight, bias, initial, place, document, dy, dx, dweight_parts, dbias_parts, tokens, D, stride, stride_dy,
     W: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Walks through a block of tokens and the W - 1 behind it, whose outputs reach back into it."""
     block = tl.program_id(0).to(tl.int64)
+    start = block * BLOCK_T
     offs = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    dx_tile = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-    here = block * BLOCK_T + tl.arange(0, BLOCK_T)
-    for ahead in tl.static_range(W):
-        # What the output `ahead` tokens later gives back to this input; at ahead = 0 the weights' own gradient too.
-        t = here + ahead
-        at_place = tl.load(place + t, mask=t < tokens, other=-1)
-        at_document = tl.load(document + t, mask=t < tokens, other=0)
-        inside = (at_place >= ahead)[:, None] & (offs < D)[None, :]
-        gradient = tl.load(dy + t[:, None] * stride_dy + offs[None, :], mask=inside, other=0.0).to(tl.float32)
+    exists = offs < D
+    taps = zeros(W, BLOCK_D)
+    window = zeros(W, BLOCK_D)
+    for w in tl.static_range(W):  # both end up with the newest in front
+        taps = pushed(tl.load(weight + offs * W + w, mask=exists, other=0.0).to(tl.float32), taps, W)
+        before = start - W + w
+        row = tl.load(x + before * stride + offs, mask=exists & (before >= 0) & (before < tokens), other=0.0)
+        window = pushed(row.to(tl.float32), window, W)
+    shift = tl.zeros([BLOCK_D], tl.float32)
+    if HAS_BIAS:
+        shift += tl.load(bias + offs, mask=exists, other=0.0).to(tl.float32)
+    dx_rows = zeros(W, BLOCK_D)
+    dweight = zeros(W, BLOCK_D)
+    dbias = tl.zeros([BLOCK_D], tl.float32)
+    for i in tl.range(0, BLOCK_T + W - 1, num_stages=STAGES):
+        t = start + i
+        here = t < tokens
+        at_place = tl.load(place + t, mask=here, other=-1)
+        at_document = tl.load(document + t, mask=here, other=0)
+        row = tl.load(x + t * stride + offs, mask=exists & here, other=0.0)
+        d_out = tl.load(dy + t * stride_dy + offs, mask=exists & here, other=0.0).to(tl.float32)
+        window = pushed(row.to(tl.float32), window, W)
+        inputs = in_reach(window, initial, at_place, at_document, D, offs, exists, W, HAS_INITIAL)
+        gradient = tl.where(at_place >= 0, d_out, 0.0)
         if SILU:
-            out = convolved(
-                x, weight, bias, initial, t, at_place, at_document, stride, D, offs, inside, W, HAS_BIAS, HAS_INITIAL
-            )
+            out = shift
+            for back in tl.static_range(W):
+                out += taps[back] * inputs[back]
             gate = tl.sigmoid(out)
             gradient *= gate * (1 + out * (1 - gate))
-        taps = tl.load(weight + offs * W + W - 1 - ahead, mask=offs < D, other=0.0).to(tl.float32)
-        dx_tile += gradient * taps[None, :]
-        if ahead == 0:
-            for w in tl.static_range(W):
-                source = tap(x, initial, t, at_place, at_document, W - 1 - w, stride, D, offs, inside, W, HAS_INITIAL)
-                part = tl.sum(gradient * source, axis=0)
-                tl.store(dweight_parts + (block * D + offs) * W + w, part, mask=offs < D)
-            tl.store(dbias_parts + block * D + offs, tl.sum(gradient, axis=0), mask=offs < D)
-    stored = (here < tokens)[:, None] & (offs < D)[None, :]
-    tl.store(dx + here[:, None] * D + offs[None, :], dx_tile.to(dx.dtype.element_ty), mask=stored)
+        # The gradients to the last W inputs, newest first; the oldest is complete.
+        dx_rows = pushed(tl.zeros([BLOCK_D], tl.float32), dx_rows, W)
+        reached = (dx_rows[0] + taps[0] * gradient,)
+        own = tl.where(i < BLOCK_T, gradient, 0.0)
+        summed = (dweight[0] + own * inputs[0],)
+        for back in tl.static_range(1, W):
+            reached += (dx_rows[back] + tl.where(at_place >= back, taps[back] * gradient, 0.0),)
+            summed += (dweight[back] + own * inputs[back],)
+        dx_rows = reached
+        dweight = summed
+        dbias += own
+        oldest = t - (W - 1)
+        stored = exists & (i >= W - 1) & (oldest < tokens)
+        tl.store(dx + oldest * D + offs, dx_rows[W - 1].to(dx.dtype.element_ty), mask=stored)
+    for back in tl.static_range(W):
+        tl.store(dweight_parts + (block * D + offs) * W + W - 1 - back, dweight[back], mask=exists)
+    tl.store(dbias_parts + block * D + offs, dbias, mask=exists)
 
 
 @triton.jit
@@ -220,13 +276,12 @@ class CausalConv1d(torch.autograd.Function):
             "HAS_BIAS": bias is not None,
             "HAS_INITIAL": initial is not None,
             "SILU": activation == "silu",
-            "BLOCK_D": BLOCK_D,
         }
         y = torch.empty(x.shape, device=x.device, dtype=x.dtype)
         blocks = triton.cdiv(dim, BLOCK_D)
         conv_kernel[(triton.cdiv(batch * tokens, BLOCK_T), blocks)](
             x, weight, x if bias is None else bias, x if initial is None else initial, places.place, places.document, y,
-            batch * tokens, dim, x.stride(1), BLOCK_T=BLOCK_T, **ctx.options,
+            batch * tokens, dim, x.stride(1), BLOCK_T=BLOCK_T, BLOCK_D=BLOCK_D, **ctx.options,
         )  # fmt: skip
         final = None
         if output_final_state:
@@ -248,20 +303,20 @@ class CausalConv1d(torch.autograd.Function):
         batch, tokens, dim = x.shape
         dy = torch.zeros_like(x) if dy is None else tokens_adjacent(dy)
         dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-        rows, blocks = triton.cdiv(batch * tokens, BLOCK_T), triton.cdiv(dim, BLOCK_D)
+        rows, blocks = triton.cdiv(batch * tokens, WALK["BLOCK_T"]), triton.cdiv(dim, WALK["BLOCK_D"])
         dweight_parts = torch.empty(rows, *weight.shape, device=x.device)
         dbias_parts = torch.empty(rows, dim, device=x.device)
         given = x if bias is None else bias, x if initial is None else initial
         conv_gradient_kernel[(rows, blocks)](
             x, weight, *given, places.place, places.document, dy, dx, dweight_parts, dbias_parts,
-            batch * tokens, dim, x.stride(1), dy.stride(1), BLOCK_T=BLOCK_T, **ctx.options,
+            batch * tokens, dim, x.stride(1), dy.stride(1), **WALK, **ctx.options,
         )  # fmt: skip
         dinitial = None if initial is None else torch.empty_like(initial)
         if initial is not None or dfinal is not None:
-            border_gradient_kernel[(len(places.offsets) - 1, blocks)](
+            border_gradient_kernel[(len(places.offsets) - 1, triton.cdiv(dim, BLOCK_D))](
                 x, weight, *given, places.offsets, dy, x if dfinal is None else dfinal.contiguous(), dx,
                 x if dinitial is None else dinitial, dim, x.stride(1), dy.stride(1),
-                HAS_FINAL=dfinal is not None, **ctx.options,
+                HAS_FINAL=dfinal is not None, BLOCK_D=BLOCK_D, **ctx.options,
             )  # fmt: skip
         dweight = dweight_parts.sum(0).to(weight.dtype)
         dbias = None if bias is None else dbias_parts.sum(0).to(bias.dtype)

@@ -41,7 +41,14 @@ def segment_of(first, size, BLOCK_C: tl.constexpr):
     return first + number * size + within, within < size, number
 
 
-@triton.jit(do_not_specialize=["rows", "first", "size", "segment"])
+@triton.jit
+def weighted(dy, weight, at, mask, offs, exists):
+    """dy, and weight * dy, in fp32."""
+    d_out = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+    return d_out, d_out * tl.load(weight + offs, mask=exists, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit(do_not_specialize=["rows", "segment"])
 def norm_kernel(
     x, z, weight, squares, scales, out, rows, first, size, segment, segments, group_size, eps, C, stride_x, stride_z,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GATED: tl.constexpr, GIVEN: tl.constexpr,
@@ -60,7 +67,7 @@ def norm_kernel(
     tl.store(out + row[:, None] * C + offs[None, :], y.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows", "first", "size", "segment"])
+@triton.jit(do_not_specialize=["rows", "segment"])
 def sum_kernel(
     x, z, weight, dy, sums, rows, first, size, segment, segments, C, stride_x, stride_z,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, GATED: tl.constexpr, BACKWARD: tl.constexpr,
@@ -71,15 +78,13 @@ def sum_kernel(
     offs, exists, number = segment_of(first, size, BLOCK_C)
     mask = inside[:, None] & exists[None, :]
     gated, _x, _z, _share = gated_tile(x, z, row, mask, offs, stride_x, stride_z, GATED)
+    other = gated
     if BACKWARD:
-        factor = tl.load(weight + offs, mask=exists, other=0.0).to(tl.float32)
-        other = tl.load(dy + row[:, None] * C + offs[None, :], mask=mask, other=0.0).to(tl.float32) * factor[None, :]
-    else:
-        other = gated
+        other = weighted(dy, weight, row[:, None] * C + offs[None, :], mask, offs, exists)[1]
     tl.store(sums + row * segments + segment + number, tl.sum(gated * other, axis=1), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "first", "size", "segment"])
+@triton.jit(do_not_specialize=["rows", "segment"])
 def norm_gradient_kernel(
     x, z, weight, scales, dots, dy, dx, dz, dweight_parts, rows, first, size, segment, segments, group_size, C,
     stride_x, stride_z,
@@ -87,22 +92,25 @@ def norm_gradient_kernel(
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64)
     offs, exists, number = segment_of(first, size, BLOCK_C)
-    factor = tl.load(weight + offs, mask=exists, other=0.0).to(tl.float32)
     dweight = tl.zeros([BLOCK_C], tl.float32)
     for base in range(0, ROWS, BLOCK_R):
         row = block * ROWS + base + tl.arange(0, BLOCK_R)
         inside = row < rows
         mask = inside[:, None] & exists[None, :]
         place = row * segments + segment + number
-        gated, given, gate, share = gated_tile(x, z, row, mask, offs, stride_x, stride_z, GATED)
-        d_out = tl.load(dy + row[:, None] * C + offs[None, :], mask=mask, other=0.0).to(tl.float32)
-        scale = tl.load(scales + place, mask=inside, other=0.0)
-        dweight += tl.sum(d_out * gated * scale[:, None], axis=0)
-        d_out *= factor[None, :]
-        dot = tl.load(dots + place, mask=inside, other=0.0) if GIVEN else tl.sum(d_out * gated, axis=1)
-        back = dot * scale * scale * scale / group_size
-        d_gated = d_out * scale[:, None] - gated * back[:, None]
         at = row[:, None] * C + offs[None, :]
+        scale = tl.load(scales + place, mask=inside, other=0.0)
+        if GIVEN:
+            dot = tl.load(dots + place, mask=inside, other=0.0)
+        else:
+            gated, _x, _z, _share = gated_tile(x, z, row, mask, offs, stride_x, stride_z, GATED)
+            dot = tl.sum(gated * weighted(dy, weight, at, mask, offs, exists)[1], axis=1)
+        back = dot * scale * scale * scale / group_size
+        # Loaded again, out of the cache: held across the sum, the row would not fit into the registers.
+        gated, given, gate, share = gated_tile(x, z, row, mask, offs, stride_x, stride_z, GATED)
+        d_out, d_normed = weighted(dy, weight, at, mask, offs, exists)
+        dweight += tl.sum(d_out * gated * scale[:, None], axis=0)
+        d_gated = d_normed * scale[:, None] - gated * back[:, None]
         if GATED:
             d_gate = d_gated * given * share * (1.0 + gate * (1.0 - share))
             tl.store(dz + at, d_gate.to(dz.dtype.element_ty), mask=mask)
