@@ -80,16 +80,24 @@ class StageData:
         self._train = _Blend(config, "train_blend", tokenizer, endless=True, write_index=write_index)
         self._valid = _Blend(config, "valid_blend", tokenizer, endless=False, write_index=write_index)
         self._train.check_epochs(config.total_steps * config.global_batch_size)
-        self.fingerprint = json_sha256(
-            {
-                "sets": [reader.sha256 for reader in self._train.readers],
-                "weights": [entry.weight for entry in self._train.entries],
-                "packing": [config.data.packing, VERSION],
-                "seq_length": config.model.seq_length,
-                "seed": config.seed,
-            }
-        )
-        """Hash of everything that decides the order of the training data; a position means nothing under another."""
+        self.recipe: dict[str, Any] = {
+            "sets": [
+                {"name": reader.info.name, "sha256": reader.sha256, "weight": entry.weight}
+                for entry, reader in zip(self._train.entries, self._train.readers, strict=True)
+            ],
+            "packing": [config.data.packing, VERSION],
+            "seq_length": config.model.seq_length,
+            "seed": config.seed,
+        }
+        """Everything that decides the order of the training data; a position means nothing under another."""
+        self.fingerprint = json_sha256(self.recipe)
+
+    def changes_since(self, recipe: dict[str, Any]) -> str:
+        """What differs from the `recipe` of an earlier start, in words."""
+        before, now = _blend_text(recipe.get("sets", [])), _blend_text(self.recipe["sets"])
+        if before == now:
+            return "other content of the sets, or another way of packing them"
+        return f"{now}, there {before}"
 
     def train_batches(self, consumed_sequences: int, dp_rank: int, dp_size: int) -> Iterator[Batch]:
         """Endless microbatches of one data-parallel rank, from the stage's sequence number `consumed_sequences` on.
@@ -304,6 +312,10 @@ def _share(info: SetInfo) -> Share:
     if info.tokens * 2 <= CHECKSUM_LIMIT:
         return Share()
     return Share(launcher.rank(), launcher.world_size())
+
+
+def _blend_text(sets: list[dict[str, Any]]) -> str:
+    return " + ".join(f"{item['weight']:g} {item['name']}" for item in sets) or "unknown"
 
 
 def _tokenizer_sha256(config: StageConfig) -> str:

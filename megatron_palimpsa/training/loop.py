@@ -123,8 +123,10 @@ class _Run:
         saved = Progress.from_dict(checkpoint.read_progress(path))
         if saved.fingerprint != self.data.fingerprint:
             raise ConfigError(
-                f"data.train_blend={self.config.data.train_blend!r}: {path} was trained on other data (fingerprint "
-                f"{saved.fingerprint}, here {self.data.fingerprint}); its position means nothing in these"
+                f"data.train_blend={self.config.data.train_blend!r}: {path} was trained on other data "
+                f"({self.data.changes_since(saved.data)}), in which its position means nothing; restore the blend and "
+                f"its sets, or give the stage another name: it then starts at the first sequence, and from these "
+                f"weights where this stage has come to its end (init_from.stage={self.folder.path.name!r})"
             )
         checkpoint.load(path, self.engine, what="everything")
         self.guard.load_state_dict(saved.guard)
@@ -138,7 +140,7 @@ class _Run:
                 raise ConfigError(f"init_from: the last checkpoint {source.checkpoint} of that stage is damaged")
             checkpoint.load(source.checkpoint, self.engine, what=source.load)
             logger.info("Starting with the %s of %s", source.load, source.checkpoint)
-        return Progress(fingerprint=self.data.fingerprint, guard=self.guard.state_dict())
+        return Progress(fingerprint=self.data.fingerprint, data=self.data.recipe, guard=self.guard.state_dict())
 
     def _advance(self, loss: float, applied: bool) -> None:
         progress = self.progress

@@ -13,6 +13,8 @@ class Progress:
 
     fingerprint: str
     """Of the training data; a checkpoint goes on only with the same."""
+    data: dict[str, Any] = field(default_factory=dict)
+    """What the fingerprint is of, so that a refusal can say what has changed."""
     step: int = 0
     consumed_sequences: int = 0
     tokens: int = 0
@@ -37,4 +39,6 @@ class Progress:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Progress:
+        # Earlier checkpoints hold the fingerprint alone.
+        values = {"data": {}} | values
         return cls(**{item.name: values[item.name] for item in dataclasses.fields(cls)})

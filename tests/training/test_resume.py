@@ -140,4 +140,6 @@ def test_other_data_under_a_checkpoint_is_refused(second, tiny_data, tmp_path):
     assert train_in_new_process(path, other, output=tmp_path / "output") == ExitCode.WRONG_INPUT
     message = (tmp_path / "output").read_text()
     assert "data.train_blend=" in message
-    assert "was trained on other data" in message
+    assert "was trained on other data (1 valid, there 1 train)" in message
+    assert "restore the blend" in message
+    assert "init_from.stage='moved'" in message

@@ -1,0 +1,106 @@
+"""Documents of a wanted number of tokens around the tasks' puzzles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from palimpsa_data.documents import Document, Example
+from palimpsa_data.errors import DataError
+from palimpsa_data.needles.draws import Draw
+from palimpsa_data.needles.tasks import TASKS, Puzzle
+
+Tokens = Callable[[Sequence[str]], Sequence[int]]
+"""Texts -> how many tokens each of them has."""
+
+_TRAINING = 0x7261696E  # sets these seeds apart from evaluation's
+_SHORTEST = 512
+_AT_ONCE = 64
+
+
+@dataclass(frozen=True)
+class NeedleOptions:
+    """What to make. Lengths are in tokens, the end-of-document id included.
+
+    Raises:
+        DataError: an unknown task, or lengths that no task fits into.
+    """
+
+    documents: int
+    shortest: int
+    longest: int
+    """Each document's length is drawn between the two, evenly on a logarithmic scale."""
+    seed: int = 0
+    tasks: tuple[str, ...] = tuple(TASKS)
+    loss: Literal["answer", "all"] = "answer"
+    """Train on the answers alone, or on the whole documents."""
+
+    def __post_init__(self) -> None:
+        if unknown := [task for task in self.tasks if task not in TASKS]:
+            raise DataError(f"needles: unknown task {unknown[0]!r}; known ones are {', '.join(TASKS)}")
+        if not self.tasks or self.documents < 1 or self.seed < 0:
+            raise DataError("needles: one task and one document at least, and a seed that is not negative")
+        if not _SHORTEST <= self.shortest <= self.longest:
+            raise DataError(
+                f"needles: lengths {self.shortest} to {self.longest}: the shortest may be {_SHORTEST} at least and the "
+                f"longest no shorter"
+            )
+
+
+def needle(options: NeedleOptions, index: int, tokens: Tokens) -> Document | Example:
+    """Document `index` of the endless series that the seed gives.
+
+    It is as long as was drawn or a sentence shorter, never longer; `source` is the task. With another tokenizer the
+    facts are the same, the filler between them is not.
+    """
+    draw = Draw(_TRAINING, options.seed, index)
+    task = draw.choice(options.tasks)
+    ratio = options.longest / options.shortest
+    length = int(options.shortest * ratio ** draw.fraction())
+    puzzle = TASKS[task](draw, length)
+    return _Fitting(puzzle, draw, tokens, task, options.loss).fit(length)
+
+
+class _Fitting:
+    def __init__(self, puzzle: Puzzle, draw: Draw, tokens: Tokens, task: str, loss: str) -> None:
+        self._puzzle, self._draw, self._tokens, self._task, self._loss = puzzle, draw, tokens, task, loss
+        self._places = sorted(draw.fraction() for _ in puzzle.hidden)
+
+    def fit(self, length: int) -> Document | Example:
+        """Fill up until it is too long, then take away until it is not."""
+        filler: list[str] = []
+        sizes: list[int] = []
+        while (excess := self._size(self._item(filler)) - length) < 0:
+            self._extend(filler, sizes, -excess)
+        while excess > 0:
+            if not filler:
+                raise DataError(f"needles: {self._task} does not fit into {length} tokens; ask for longer documents")
+            while filler and excess > 0:
+                filler.pop()
+                excess -= sizes.pop()
+            excess = self._size(self._item(filler)) - length
+        return self._item(filler)
+
+    def _extend(self, filler: list[str], sizes: list[int], room: int) -> None:
+        """Add units for `room` tokens, about; `sizes` are the tokens of each with its separator."""
+        while room > 0:
+            units = [self._puzzle.filler(self._draw) for _ in range(_AT_ONCE)]
+            counts = [max(count, 1) for count in self._tokens([unit + self._puzzle.separator for unit in units])]
+            filler += units
+            sizes += counts
+            room -= sum(counts)
+
+    def _item(self, filler: Sequence[str]) -> Document | Example:
+        units = list(filler)
+        for place, hidden in reversed(list(zip(self._places, self._puzzle.hidden, strict=True))):
+            units.insert(int(place * (len(filler) + 1)), hidden)
+        text = f"{self._puzzle.intro}\n\n{self._puzzle.separator.join(units)}\n{self._puzzle.question}"
+        answer = f" {self._puzzle.answer}"
+        if self._loss == "all":
+            return Document(text + answer, self._task)
+        return Example(text, "", "", answer, self._task)
+
+    def _size(self, item: Document | Example) -> int:
+        texts = [item.text] if isinstance(item, Document) else [item.prompt, item.answer]
+        return sum(self._tokens(texts)) + 1
