@@ -35,15 +35,27 @@ def prompt(instruction: str, context: str = "") -> str:
 def encode_example(example: Example, tokenizer: Tokenizer, max_tokens: int) -> Encoded | Skipped:
     """Prompt, answer and end of document; the mask is 1 on the answer and that end.
 
-    An example longer than `max_tokens` loses the end of its context, never anything of its answer.
+    An example longer than `max_tokens` loses the middle of its context, never anything of its answer: what surrounds a
+    document, and the question behind it, stand at the context's two ends.
     """
-    head, context, tail = (tokenizer.encode(part) for part in (example.head, example.context, example.tail))
-    answer = [*tokenizer.encode(example.answer), tokenizer.eod_id]
-    if len(answer) == 1:
+    head, context, tail, answer = (
+        np.asarray(tokenizer.encode(part), np.int32)
+        for part in (example.head, example.context, example.tail, example.answer)
+    )
+    if not answer.size:
         return Skipped("empty answer")
+    answer = np.append(answer, np.int32(tokenizer.eod_id))
     room = max_tokens - len(head) - len(tail) - len(answer)
     if room < 0:
         return Skipped(f"longer than {max_tokens} tokens without its context")
-    question = [*head, *context[:room], *tail]
+    question = np.concatenate([head, _ends(context, room), tail])
     mask = np.repeat(np.array([0, 1], np.uint8), [len(question), len(answer)])
-    return Encoded(np.array([*question, *answer], np.int32), mask)
+    return Encoded(np.concatenate([question, answer]), mask)
+
+
+def _ends(tokens: np.ndarray, room: int) -> np.ndarray:
+    """All tokens where there is room for them, else as many from the beginning as from the end."""
+    if len(tokens) <= room:
+        return tokens
+    last = room // 2
+    return np.concatenate([tokens[: room - last], tokens[len(tokens) - last :]])

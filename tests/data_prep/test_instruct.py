@@ -48,12 +48,27 @@ def test_loss_is_on_the_answer_and_its_end(context: str) -> None:
     assert encoded.mask.tolist() == sorted(encoded.mask.tolist())
 
 
-def test_a_long_example_loses_the_end_of_its_context() -> None:
+@pytest.mark.parametrize(
+    ("missing", "context"), [(0, "0123456789"), (1, "0123456789"[:5] + "6789"), (4, "012789"), (9, "0"), (10, "")]
+)
+def test_a_long_example_loses_the_middle_of_its_context(missing: int, context: str) -> None:
     whole = len(prompt("Say it.", "0123456789")) + len("The answer.") + 1
-    encoded = encode(alpaca("Say it.", "0123456789", "The answer."), whole - 4)
+    encoded = encode(alpaca("Say it.", "0123456789", "The answer."), whole - missing)
     assert isinstance(encoded, Encoded)
-    assert text(encoded.tokens) == prompt("Say it.", "012345") + "The answer." + chr(2)
-    assert len(encoded.tokens) == whole - 4
+    empty = prompt("Say it.", "|").replace("|", context)
+    assert text(encoded.tokens) == empty + "The answer." + chr(2)
+    assert len(encoded.tokens) == whole - missing
+    assert encoded.mask is not None
+    assert text(encoded.tokens[encoded.mask == 1]) == "The answer." + chr(2)
+
+
+def test_a_document_inside_the_instruction_is_shortened_between_its_beginning_and_its_question() -> None:
+    instruction = f"Below is a paper. {'x' * 5000} Now the paper ends. What is it about?"
+    encoded = encode(alpaca(instruction, "", "Of x.", shorten_instruction=True), 1000)
+    assert isinstance(encoded, Encoded)
+    assert len(encoded.tokens) == 1000
+    assert "### Instruction:\nBelow is a paper. xxx" in text(encoded.tokens)
+    assert text(encoded.tokens).endswith("xxx Now the paper ends. What is it about?\n\n### Response:Of x." + chr(2))
 
 
 def test_what_cannot_keep_its_answer_is_left_out() -> None:
