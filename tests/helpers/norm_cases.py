@@ -35,7 +35,7 @@ def norm_definition(x, z, weight, *, eps, group_size):
 def norm_results(function, inputs, case, *, device="cpu", dtype=None, pieces=True):
     """y and the gradients to x, z and weight of a fixed random combination of it, in float64."""
     gate, group_size, segments = CASES[case]
-    leaves = {n: t.to(device, dtype).requires_grad_() for n, t in inputs.items() if gate or n != "z"}
+    leaves = {n: t.to(device, dtype).clone().requires_grad_() for n, t in inputs.items() if gate or n != "z"}
     options = {"eps": 0.1, "group_size": group_size}
     if pieces and segments is not None:
         options |= {"segments": segments, "total": over_pieces(group_size, segments)}

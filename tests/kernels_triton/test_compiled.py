@@ -41,7 +41,8 @@ def test_shipped_configurations(target: str) -> None:
         [sys.executable, str(script), target], capture_output=True, text=True, env=environment, check=True
     )
     entries = [json.loads(line) for line in run.stdout.splitlines()]
-    assert {"readout", "adjoint", "incoming", "ssd gradient", "step", "conv gradient"} <= {e["kernel"] for e in entries}
+    expected = {"readout", "adjoint", "incoming", "ssd gradient", "step", "conv gradient", "activation gradient"}
+    assert expected | {"norm gradient"} <= {e["kernel"] for e in entries}
     wrong = [
         entry
         for entry in entries
