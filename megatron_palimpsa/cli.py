@@ -82,7 +82,7 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_prep(commands: argparse._SubParsersAction) -> None:
-    from megatron_palimpsa.commands import prep_sources
+    from megatron_palimpsa.commands import prep_needles, prep_sets, prep_sources
 
     prep = commands.add_parser(
         "prep",
@@ -91,6 +91,8 @@ def _add_prep(commands: argparse._SubParsersAction) -> None:
     )
     recipes = prep.add_subparsers(title="what to prepare", metavar="WHAT", required=True)
     prep_sources.add(recipes)
+    prep_needles.add(recipes)
+    prep_sets.add(recipes)
     demo = recipes.add_parser("demo", help="the demo's tokenizer, sets and blends, from text that this machine has")
     demo.add_argument("--folder", type=Path, default=Path("runs/demo/data"), help="output folder (%(default)s)")
     demo.set_defaults(command=_prep_demo)

@@ -63,14 +63,25 @@ def options_from(arguments: argparse.Namespace, options: type) -> Any:
 
 
 def run(job: PrepJob, arguments: argparse.Namespace) -> int:
-    """Run the job with progress on standard error, then say what came of it; -> exit code."""
+    """Run the job with progress on standard error, then report; the set is merged where all shards are there.
+
+    -> exit code.
+    """
     from palimpsa_data.jobs import run_job
+    from palimpsa_data.merge import job_status, merge
     from palimpsa_data.progress import console
+    from palimpsa_data.report import report_on
 
     result = run_job(
         job, shard=arguments.shard, processes=arguments.processes, progress=console(), say=_say_on_standard_error
     )
     print(_summary(job, result))
+    status = job_status(job.output)
+    if status.is_complete:
+        _, report = merge(job.output)
+        print(f"{report.text()}\n{job.output} holds set.json, report.txt, report.json and lengths.png")
+    else:
+        print(f"{report_on('these shards', result.shards).text()}\n{status.text()}")
     return 0
 
 

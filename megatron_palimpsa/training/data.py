@@ -125,6 +125,11 @@ class StageData:
         """What the stage takes from each set of the training blend."""
         return self._train.sources(self._config.total_steps * self._config.global_batch_size)
 
+    def train_sequence(self, n: int) -> tuple[SetReader, list[Segment]]:
+        """What training sequence n consists of: its set, and the parts of that set's documents."""
+        number, index = self._train.place(n)
+        return self._train.readers[number], self._train.packings[number].segments(index)
+
     def prepare_index(self) -> list[Path]:
         """Have the orders of all the stage's epochs made; -> the index folders, with `write_index` on the disk."""
         self._train.prepare([math.ceil(source.epochs) + 1 for source in self.sources()])

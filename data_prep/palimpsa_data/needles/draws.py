@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-import numpy as np
-
 T = TypeVar("T")
 _AT_ONCE = 512
 
@@ -15,6 +13,8 @@ class Draw:
     """A stream of choices that depends on `key` alone."""
 
     def __init__(self, *key: int) -> None:
+        import numpy as np  # late: the command line needs the tasks' names at once
+
         self._bits = np.random.PCG64(np.random.SeedSequence(key))
         self._raw: list[int] = []
 

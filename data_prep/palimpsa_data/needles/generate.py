@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from palimpsa_data.documents import Document, Example
 from palimpsa_data.errors import DataError
 from palimpsa_data.needles.draws import Draw
 from palimpsa_data.needles.tasks import TASKS, Puzzle
+from palimpsa_data.sources.options import option
 
 Tokens = Callable[[Sequence[str]], Sequence[int]]
 """Texts -> how many tokens each of them has."""
@@ -17,6 +17,7 @@ Tokens = Callable[[Sequence[str]], Sequence[int]]
 _TRAINING = 0x7261696E  # sets these seeds apart from evaluation's
 _SHORTEST = 512
 _AT_ONCE = 64
+_LOSSES = ("answer", "all")
 
 
 @dataclass(frozen=True)
@@ -24,28 +25,33 @@ class NeedleOptions:
     """What to make. Lengths are in tokens, the end-of-document id included.
 
     Raises:
-        DataError: an unknown task, or lengths that no task fits into.
+        DataError: an unknown task, or numbers that cannot be.
     """
 
-    documents: int
-    shortest: int
-    longest: int
-    """Each document's length is drawn between the two, evenly on a logarithmic scale."""
-    seed: int = 0
-    tasks: tuple[str, ...] = tuple(TASKS)
-    loss: Literal["answer", "all"] = "answer"
-    """Train on the answers alone, or on the whole documents."""
+    documents: int = option(1000, "how many documents (%(default)s)")
+    shards: int = option(1, "how many shards they are spread over (%(default)s)")
+    shortest: int = option(4096, "tokens of the shortest document (%(default)s)")
+    longest: int = option(32768, "tokens of the longest; lengths between the two are evenly spread in their logarithm")
+    seed: int = option(0, "another seed gives other documents (%(default)s)")
+    tasks: tuple[str, ...] = option(tuple(TASKS), f"of these, by their names: {', '.join(TASKS)}", metavar="NAME")
+    loss: str = option("answer", "train on the answer alone, or on all of the document (%(default)s)", metavar="PART")
 
     def __post_init__(self) -> None:
         if unknown := [task for task in self.tasks if task not in TASKS]:
-            raise DataError(f"needles: unknown task {unknown[0]!r}; known ones are {', '.join(TASKS)}")
-        if not self.tasks or self.documents < 1 or self.seed < 0:
-            raise DataError("needles: one task and one document at least, and a seed that is not negative")
+            raise DataError(f"--tasks: unknown task {unknown[0]!r}; known ones are {', '.join(TASKS)}")
+        if not self.tasks:
+            raise DataError(f"--tasks: name one at least of {', '.join(TASKS)}")
+        if not 1 <= self.shards <= self.documents:
+            raise DataError(f"--documents {self.documents} in --shards {self.shards}: each needs one at least")
+        if self.seed < 0:
+            raise DataError(f"--seed must not be negative, as {self.seed} is")
         if not _SHORTEST <= self.shortest <= self.longest:
             raise DataError(
-                f"needles: lengths {self.shortest} to {self.longest}: the shortest may be {_SHORTEST} at least and the "
-                f"longest no shorter"
+                f"--shortest {self.shortest} --longest {self.longest}: {_SHORTEST} is the least, the latter not below "
+                "the former"
             )
+        if self.loss not in _LOSSES:
+            raise DataError(f"--loss takes {' or '.join(_LOSSES)}, not {self.loss!r}")
 
 
 def needle(options: NeedleOptions, index: int, tokens: Tokens) -> Document | Example:

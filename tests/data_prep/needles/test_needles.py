@@ -90,11 +90,13 @@ def test_lengths_are_spread_over_the_range() -> None:
     ("changes", "message"),
     [
         ({"tasks": ("singles",)}, "unknown task 'singles'; known ones are single, multi-key"),
-        ({"tasks": ()}, "one task"),
-        ({"documents": 0}, "one document"),
-        ({"seed": -1}, "seed"),
-        ({"shortest": 511}, "512 at least"),
-        ({"longest": 1000}, "the longest no shorter"),
+        ({"tasks": ()}, "--tasks: name one"),
+        ({"documents": 0}, "--documents 0 in --shards 1"),
+        ({"documents": 2, "shards": 3}, "--documents 2 in --shards 3"),
+        ({"seed": -1}, "--seed must not be negative"),
+        ({"shortest": 511}, "--shortest 511 --longest 1024: 512 is the least"),
+        ({"longest": 1000}, "--shortest 1024 --longest 1000"),
+        ({"loss": "some"}, "--loss takes answer or all, not 'some'"),
     ],
 )
 def test_impossible_options(changes: dict[str, object], message: str) -> None:
@@ -202,12 +204,16 @@ def test_a_seed_fixes_everything_for_good() -> None:
 
 
 def test_every_index_and_seed_gives_another_document() -> None:
-    made = {needle(NeedleOptions(9, 512, 512, seed=seed), index, tokens) for seed in range(3) for index in range(9)}
+    made = {
+        needle(NeedleOptions(shortest=512, longest=512, seed=seed), index, tokens)
+        for seed in range(3)
+        for index in range(9)
+    }
     assert len(made) == 27
 
 
 def test_all_tasks_come_up() -> None:
-    drawn = Counter(needle(NeedleOptions(9, 512, 512), index, tokens).source for index in range(210))
+    drawn = Counter(needle(NeedleOptions(shortest=512, longest=512), index, tokens).source for index in range(210))
     assert drawn.keys() == TASKS.keys()
     assert min(drawn.values()) > 10
 
