@@ -100,6 +100,20 @@ def _chosen_peer(function: str, setting: str, call: peers.Call) -> Callable[...,
     return None
 
 
+def check_setting() -> None:
+    """Refuse a PALIMPSA_KERNELS that no call could follow, before anything runs.
+
+    Raises:
+        ValueError: it names something unknown, or a package that is not installed.
+    """
+    setting = os.environ.get(VARIABLE, "auto")
+    if setting in ("auto", "own"):
+        return
+    for name in preferred("", setting):
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"{VARIABLE} is {setting!r}, but {name} is not installed")
+
+
 def preferred(function: str, setting: str) -> tuple[str, ...]:
     """Names of peers in the order in which a setting prefers them to our own kernels."""
     if setting == "auto":

@@ -8,9 +8,10 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
+from palimpsa_kernels.dispatch import check_setting
 from torch import Tensor, nn
 
-from megatron_palimpsa.config import ModelConfig, StageConfig
+from megatron_palimpsa.config import ConfigError, ModelConfig, StageConfig
 from megatron_palimpsa.model.mixer import MixerOptions
 from megatron_palimpsa.model.spec import hybrid_stack_spec
 from megatron_palimpsa.model.weights import initialize_weights
@@ -107,7 +108,14 @@ def build_model(
     Returns:
         A HybridModel on the current CUDA device, or on the CPU without one. Parameters are in the precision of
         `config.train`, but for those marked `keep_fp32`. Its `model_config` is `config.model`.
+
+    Raises:
+        ConfigError: the environment asks for kernels that are not there.
     """
+    try:
+        check_setting()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     # Tied embeddings of several pipeline stages are sent through the GPU.
     with cpu.cuda_means_cpu():

@@ -193,6 +193,18 @@ def test_a_package_that_is_asked_for_and_missing_is_an_error(monkeypatch):
         choose(monkeypatch, "mamba_ssm")
 
 
+@pytest.mark.parametrize(
+    ("setting", "error"), [("own", None), ("mamba_ssm,fla", None), ("flash", "is none of"), ("fla,x", "'x' is none of")]
+)
+def test_a_setting_is_checked_before_anything_runs(monkeypatch, packages, setting, error):
+    monkeypatch.setenv(dispatch.VARIABLE, setting)
+    if error is None:
+        dispatch.check_setting()
+        return
+    with pytest.raises(ValueError, match=error):
+        dispatch.check_setting()
+
+
 def test_facts_of_a_call():
     x = torch.empty(1, 2**20, 4096, device="meta", dtype=torch.bfloat16)
     assert peers.facts(x, None, False).long_addresses

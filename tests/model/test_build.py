@@ -10,6 +10,7 @@ from helpers import reference_model
 from helpers.models import randomise
 from helpers.stages import random_batch, tiny_stage
 
+from megatron_palimpsa.config import ConfigError
 from megatron_palimpsa.model import build_model, forward_loss
 from megatron_palimpsa.model.build import stage_pattern
 from megatron_palimpsa.model.naming import global_parameters
@@ -143,3 +144,10 @@ def test_recomputation_changes_no_gradient():
 )
 def test_pipeline_borders(pattern, pp, expected):
     assert stage_pattern(pattern, pp) == expected
+
+
+def test_kernels_that_are_not_installed_are_wrong_input(monkeypatch):
+    monkeypatch.setenv("PALIMPSA_KERNELS", "mamba_ssm")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="PALIMPSA_KERNELS is 'mamba_ssm', but mamba_ssm is not installed"):
+        build_model(tiny_stage())

@@ -83,11 +83,16 @@ def conv_kernel(
 
 
 @triton.jit
+def joined(row, value):
+    return row + (value,)  # noqa: RUF005 - the compiler knows no unpacking
+
+
+@triton.jit
 def pushed(new, row, W: tl.constexpr):
     """`new` in front of the first W - 1 of `row`."""
     out = (new,)
     for w in tl.static_range(W - 1):
-        out += (row[w],)
+        out = joined(out, row[w])
     return out
 
 
@@ -95,7 +100,7 @@ def pushed(new, row, W: tl.constexpr):
 def zeros(W: tl.constexpr, BLOCK_D: tl.constexpr):
     out = (tl.zeros([BLOCK_D], tl.float32),)
     for _w in tl.static_range(W - 1):
-        out += (tl.zeros([BLOCK_D], tl.float32),)
+        out = joined(out, tl.zeros([BLOCK_D], tl.float32))
     return out
 
 
@@ -108,7 +113,7 @@ def in_reach(window, initial, place, document, D, offs, exists, W: tl.constexpr,
         if HAS_INITIAL:
             at = (document.to(tl.int64) * D + offs) * (W - 1) + W - 1 - back + place
             own += tl.load(initial + at, mask=exists & (place >= 0) & (place < back), other=0.0).to(tl.float32)
-        out += (own,)
+        out = joined(out, own)
     return out
 
 
@@ -136,7 +141,8 @@ def conv_gradient_kernel(
     dx_rows = zeros(W, BLOCK_D)
     dweight = zeros(W, BLOCK_D)
     dbias = tl.zeros([BLOCK_D], tl.float32)
-    for i in tl.range(0, BLOCK_T + W - 1, num_stages=STAGES):
+    length = tl.minimum(tokens - start, BLOCK_T).to(tl.int32)
+    for i in tl.range(0, length + W - 1, num_stages=STAGES):
         t = start + i
         here = t < tokens
         at_place = tl.load(place + t, mask=here, other=-1)
@@ -155,11 +161,11 @@ def conv_gradient_kernel(
         # The gradients to the last W inputs, newest first; the oldest is complete.
         dx_rows = pushed(tl.zeros([BLOCK_D], tl.float32), dx_rows, W)
         reached = (dx_rows[0] + taps[0] * gradient,)
-        own = tl.where(i < BLOCK_T, gradient, 0.0)
+        own = tl.where(i < length, gradient, 0.0)
         summed = (dweight[0] + own * inputs[0],)
         for back in tl.static_range(1, W):
-            reached += (dx_rows[back] + tl.where(at_place >= back, taps[back] * gradient, 0.0),)
-            summed += (dweight[back] + own * inputs[back],)
+            reached = joined(reached, dx_rows[back] + tl.where(at_place >= back, taps[back] * gradient, 0.0))
+            summed = joined(summed, dweight[back] + own * inputs[back])
         dx_rows = reached
         dweight = summed
         dbias += own
