@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from palimpsa_data.errors import DataError
+from palimpsa_data.locks import this_process
 
 
 def sha256_file(path: Path) -> str:
@@ -54,6 +55,11 @@ def publish(path: Path) -> None:
     """Turn `path`.tmp, already on the disk, into `path`."""
     temporary(path).replace(path)
     fsync(path.parent)
+
+
+def own_temporary(path: Path) -> Path:
+    """This process's own temporary name, for files that several processes may write at the same time."""
+    return path.with_name(f"{path.name}.{this_process()}.tmp")
 
 
 def write_atomically(path: Path, content: bytes) -> None:

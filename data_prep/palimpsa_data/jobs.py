@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from palimpsa_data import tokenizers
 from palimpsa_data.documents import Item
 from palimpsa_data.errors import DataError
 from palimpsa_data.files import json_bytes, read_json, require_free_space, write_atomically
-from palimpsa_data.locks import BusyError
+from palimpsa_data.locks import BusyError, lock
 from palimpsa_data.pipeline import Done, write_input
 from palimpsa_data.plan import Plan, PrepJob, ShardInput, plan_of, save_plan
 from palimpsa_data.progress import Counters, Progress
@@ -137,10 +138,10 @@ class _Run:
     def _spread(self, order: list[int], workers: Workers[tuple[int, bool], Outcome]) -> None:
         for wait in (False, True):
             for task, outcome in workers.map(deque((index, wait) for index in order), self._report):
-                died = (
-                    f"shard {task[0]}: its process ended ({outcome}); run again" if isinstance(outcome, str) else None
-                )
-                self._keep(task[0], Outcome(error=died) if isinstance(outcome, str) else outcome)
+                if isinstance(outcome, str):
+                    path = self._job.inputs[task[0]].path
+                    outcome = Outcome(error=f"{path}: the process that prepared it ended: {outcome}")
+                self._keep(task[0], outcome)
             order = self._waited_for()
         self._report(force=True)
 
@@ -211,7 +212,7 @@ class ShardWork:
             manifest, written = self._write(entry, stem, wait)
         except BusyError as error:
             return Outcome(busy=str(error))
-        except DataError as error:
+        except (DataError, OSError) as error:
             return Outcome(error=f"{entry.path}: {error}" if str(entry.path) not in str(error) else str(error))
         finally:
             self._counters["reading"] = 0
@@ -266,15 +267,23 @@ def input_sha256(entry: ShardInput, stem: Path) -> str:
     """The input's hash, kept in NAME.input.json for as long as the file's size and time of change stay the same."""
     if not entry.path.is_file():
         return entry.sha256()
-    record = output_path(stem, ".input.json")
+    record, lock_file = output_path(stem, ".input.json"), output_path(stem, ".input.lock")
     status = entry.path.stat()
     stamp = {"name": entry.name, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
+    if not lock_file.exists() and (digest := _recorded_sha256(record, stamp)):
+        return digest
+    with lock(lock_file, wait=True):
+        digest = _recorded_sha256(record, stamp)
+        if digest is None:
+            digest = entry.sha256()
+            write_atomically(record, json_bytes({**stamp, "sha256": digest}))
+        return digest
+
+
+def _recorded_sha256(record: Path, stamp: dict[str, Any]) -> str | None:
     try:
         there = read_json(record)
-        if there == {**stamp, "sha256": there.get("sha256")}:
-            return str(there["sha256"])
     except DataError:
-        pass  # not there, or half written by a process that was killed
-    digest = entry.sha256()
-    write_atomically(record, json_bytes({**stamp, "sha256": digest}))
-    return digest
+        return None
+    digest = there.pop("sha256", None)
+    return digest if there == stamp and isinstance(digest, str) else None

@@ -1,7 +1,7 @@
 """One process a shard: an advisory lock that the kernel drops when its holder dies, however it dies.
 
 Where a file system knows no such locks the shard is written without: every process writes files of its own, and the
-same input gives the same bytes, so two that write one shard waste time and nothing else.
+same input gives the same bytes, so two that write one shard may stop each other but never mix their bytes.
 """
 
 from __future__ import annotations

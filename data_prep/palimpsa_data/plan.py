@@ -112,10 +112,10 @@ def save_plan(folder: Path, plan: Plan) -> None:
     Raises:
         DataError: the folder holds another job or something else than a job; the message says where the jobs differ.
     """
-    path = folder / "job.json"
-    if not path.is_file():
+    path, lock_file = folder / "job.json", folder / "job.lock"
+    if not path.is_file() or lock_file.exists():  # it stays behind a killed process
         folder.mkdir(parents=True, exist_ok=True)
-        with lock(folder / "job.lock", wait=True):
+        with lock(lock_file, wait=True):
             if not path.is_file():
                 write_atomically(path, json_bytes(dataclasses.asdict(plan)))
     there = read_plan(folder)

@@ -24,9 +24,9 @@ import numpy as np
 
 from palimpsa_data.documents import Skipped
 from palimpsa_data.errors import DataError
-from palimpsa_data.files import fsync, json_bytes, read_json, require_free_space, sha256_file
+from palimpsa_data.files import fsync, json_bytes, own_temporary, read_json, require_free_space, sha256_file
 from palimpsa_data.indexed import read_index, token_dtype
-from palimpsa_data.locks import lock, this_process
+from palimpsa_data.locks import lock
 from palimpsa_data.shard_writer import Encoded, EncodedBatch, ShardWriter
 
 FORMAT = 2
@@ -124,15 +124,16 @@ def write_shard(
 
 def _withdraw(stem: Path) -> None:
     """Remove the manifest first: from then on nothing of this shard counts."""
-    left_over = sorted(stem.parent.glob(f"{glob.escape(stem.name)}.*.tmp"))
-    for path in (manifest_path(stem), *(output_path(stem, suffix) for suffix in _SUFFIXES), *left_over):
+    for path in (manifest_path(stem), *(output_path(stem, suffix) for suffix in _SUFFIXES)):
         path.unlink(missing_ok=True)
+        for left_over in sorted(path.parent.glob(f"{glob.escape(path.name)}.*.tmp")):
+            left_over.unlink(missing_ok=True)
     fsync(stem.parent)
 
 
 def _write(stem: Path, documents: Iterable[Encoded | EncodedBatch | Skipped], spec: ShardSpec) -> Manifest:
     paths = [output_path(stem, suffix) for suffix in (_SUFFIXES if spec.loss_mask else _SUFFIXES[:2])]
-    written = [_temporary(path) for path in (*paths, manifest_path(stem))]
+    written = [own_temporary(path) for path in (*paths, manifest_path(stem))]
     try:
         writer = ShardWriter(written[:-1], spec.vocab_size, str(stem))
         with contextlib.closing(writer):
@@ -158,11 +159,6 @@ def _write(stem: Path, documents: Iterable[Encoded | EncodedBatch | Skipped], sp
         for temporary in written:
             temporary.unlink(missing_ok=True)
     return manifest
-
-
-def _temporary(path: Path) -> Path:
-    """This process's own, so that not even two processes without a working lock write one file."""
-    return path.with_name(f"{path.name}.{this_process()}.tmp")
 
 
 def read_manifest(stem: Path) -> Manifest:
