@@ -8,6 +8,7 @@ from typing import Any
 
 from palimpsa_data.errors import DataError
 from palimpsa_data.files import json_sha256
+from palimpsa_data.optional import optional_packages
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ def hub_shards(name: str, config: str | None) -> list[HubShard]:
     Raises:
         DataError: nothing local has this name, and the hub does not answer or does not know it.
     """
-    import httpx
+    with optional_packages():
+        import httpx
     from huggingface_hub import HfApi
 
     try:
@@ -55,7 +57,8 @@ def hub_rows(shard: HubShard, columns: Collection[str]) -> Iterator[dict[str, An
     Raises:
         DataError: the stream broke off.
     """
-    import httpx
+    with optional_packages():
+        import httpx
 
     try:
         part = _stream(shard.name, shard.config, shard.revision).shard(shard.count, shard.number)
@@ -67,6 +70,7 @@ def hub_rows(shard: HubShard, columns: Collection[str]) -> Iterator[dict[str, An
 
 
 def _stream(name: str, config: str | None, revision: str) -> Any:
-    import datasets
+    with optional_packages():
+        import datasets
 
     return datasets.load_dataset(name, config, split="train", streaming=True, revision=revision)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from palimpsa_data.errors import DataError
+from palimpsa_data.optional import optional_packages
 from palimpsa_data.sources.hub import hub_rows
 from palimpsa_data.sources.inputs import Input
 from palimpsa_data.sources.streams import BadRow, json_rows
-from palimpsa_data.sources.tables import arrow_columns, arrow_rows, parquet_columns, parquet_rows
 
 Row = dict[str, Any] | BadRow
 
@@ -37,12 +37,15 @@ def read_rows(
     """
     if source.format in ("parquet", "json"):
         _refuse_mistaken(source.path, source.format)
+    if source.format in ("parquet", "arrow"):
+        with optional_packages():
+            from palimpsa_data.sources import tables
     if source.format == "parquet":
-        _require(source, parquet_columns(source.path), required)
-        yield from parquet_rows(source.path, columns, progress)
+        _require(source, tables.parquet_columns(source.path), required)
+        yield from tables.parquet_rows(source.path, columns, progress)
     elif source.format == "arrow":
-        _require(source, arrow_columns(source.path), required)
-        yield from arrow_rows(source.path, columns, progress)
+        _require(source, tables.arrow_columns(source.path), required)
+        yield from tables.arrow_rows(source.path, columns, progress)
     elif source.hub is not None:
         yield from _requiring(source, hub_rows(source.hub, columns), required)
     else:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import zstandard
+from palimpsa_data.optional import optional_packages
 
 MAX_ROW_BYTES = 128 * 2**20
 _BLOCK = 2**20
@@ -74,6 +74,8 @@ def _gzip_blocks(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
+    with optional_packages():
+        import zstandard
     decompressor = zstandard.ZstdDecompressor().decompressobj()
     rest = b""
     begun = False
@@ -94,15 +96,12 @@ def json_rows(path: Path, progress: Callable[[int], None]) -> Iterator[dict[str,
     """Rows of a file that is a JSON array of objects or holds one object a line; its first character says which."""
     blocks = read_blocks(path, progress)
     try:
-        head = bytearray()
+        start = b""
         for block in blocks:
-            head += block
-            if head.removeprefix(codecs.BOM_UTF8).strip():
+            start = (start + block).removeprefix(codecs.BOM_UTF8).lstrip()
+            if len(start) >= len(codecs.BOM_UTF8):
                 break
-        start = bytes(head).removeprefix(codecs.BOM_UTF8)
-        # Nothing is lost of what was read ahead.
-        whole = itertools.chain([start], blocks)
-        yield from (array_rows if start.lstrip()[:1] == b"[" else line_rows)(whole)
+        yield from (array_rows if start.startswith(b"[") else line_rows)(itertools.chain([start], blocks))
     except _DamagedStreamError as damage:
         yield BadRow(str(damage))
 

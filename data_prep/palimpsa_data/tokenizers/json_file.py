@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from palimpsa_data.errors import DataError
+from palimpsa_data.optional import optional_packages
 from palimpsa_data.tokenizers.base import Batch, Tokenizer
 from palimpsa_data.tokenizers.probes import PROBES
 
@@ -36,7 +37,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, path: Path) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a job runs one process a core
-        from tokenizers import Tokenizer as Encoder
+        with optional_packages():
+            from tokenizers import Tokenizer as Encoder
 
         try:
             content = path.read_bytes()

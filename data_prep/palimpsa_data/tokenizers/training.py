@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import sentencepiece
 
 from palimpsa_data.errors import DataError
+from palimpsa_data.optional import optional_packages
 
 _SMALLEST_JSON = 300  # 256 bytes, two control ids, 23 runs of spaces and some merges
 _SPACE_RUNS = range(24, 1, -1)
@@ -61,7 +62,8 @@ def train_json(texts: Iterable[str], vocab_size: int) -> bytes:
         DataError: `vocab_size` below 300, or too little text for it.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    with optional_packages():
+        from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
     if vocab_size < _SMALLEST_JSON:
         raise DataError(f"cannot train a tokenizer with {vocab_size} ids: at least {_SMALLEST_JSON} are needed")

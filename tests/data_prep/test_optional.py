@@ -1,0 +1,62 @@
+"""Without the packages of the extra `data`: the demo's kinds of input work, the others say what to install."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WITHOUT = """
+import sys
+
+class Missing:
+    names = {"pyarrow", "zstandard", "tokenizers", "gigatoken", "datasets", "transformers", "httpx", "huggingface_hub"}
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in self.names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+from megatron_palimpsa.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def without(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "tokenizer", "package"),
+    [
+        ("rows.parquet", "t.model", "pyarrow"),
+        ("rows.jsonl.zst", "t.model", "zstandard"),
+        ("a.jsonl", "t.json", "tokenizers"),
+    ],
+)
+def test_what_is_missing_is_said(name: str, tokenizer: str, package: str, tmp_path: Path) -> None:
+    from palimpsa_data.tokenizers import train_sentencepiece
+
+    (tmp_path / "t.json").write_text("{}")
+    (tmp_path / "t.model").write_bytes(train_sentencepiece(["some words to learn from " * 9], 290))
+    (tmp_path / name).write_bytes({".zst": b"\x28\xb5\x2f\xfd"}.get(name[-4:], b'{"text": "words"}'))
+    done = without("prep", "text", tmp_path / name, "--tokenizer", tmp_path / tokenizer, "--output", tmp_path / "out")
+    assert done.returncode == 2
+    assert f"needs the package {package}, which is not installed: pip install 'megatron-palimpsa[data]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_rows_of_json_need_none_of_them(tmp_path: Path) -> None:
+    from palimpsa_data.tokenizers import train_sentencepiece
+
+    (tmp_path / "t.model").write_bytes(train_sentencepiece(["some words to learn from " * 9], 290))
+    (tmp_path / "a.jsonl").write_text('{"text": "words"}\n')
+    done = without(
+        "prep", "text", tmp_path / "a.jsonl", "--tokenizer", tmp_path / "t.model", "--output", tmp_path / "o"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "o: 1 document" in done.stdout
