@@ -39,7 +39,7 @@ def hub_shards(name: str, config: str | None) -> list[HubShard]:
     """
     with optional_packages():
         import httpx
-    from huggingface_hub import HfApi
+        from huggingface_hub import HfApi
 
     try:
         revision = str(HfApi().dataset_info(name).sha)

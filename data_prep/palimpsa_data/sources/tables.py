@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -111,14 +112,18 @@ def _rows_at_once(rows: int, size: int) -> int:
 
 def _rows(batch: pa.RecordBatch) -> Iterator[Row]:
     names = batch.schema.names
-    try:
-        columns = [column.to_pylist() for column in batch.columns]
-    except UnicodeDecodeError:
-        if batch.num_rows == 1:
-            yield BadRow("not UTF-8")
-        else:
-            for number in range(batch.num_rows):
-                yield from _rows(batch.slice(number, 1))
+    columns: list[list[Any]] | None = None
+    # Huge documents among the rows are not to be held twice all at once.
+    if batch.num_rows == 1 or batch.nbytes <= 2 * _BATCH_BYTES:
+        with contextlib.suppress(UnicodeDecodeError):
+            columns = [column.to_pylist() for column in batch.columns]
+    if columns is None and batch.num_rows == 1:
+        yield BadRow("not UTF-8")
+        return
+    if columns is None:
+        half = batch.num_rows // 2
+        yield from _rows(batch.slice(0, half))
+        yield from _rows(batch.slice(half))
         return
     # A batch may have rows and none of the columns.
     values = zip(*columns, strict=True) if columns else (() for _ in range(batch.num_rows))
