@@ -48,7 +48,9 @@ def write_blend(path: Path, parts: Sequence[Part]) -> list[tuple[SetInfo, float]
         relative = os.path.relpath(part.folder.resolve(), path.resolve().parent)
         epochs = {} if part.epochs is None else {"epochs": part.epochs}
         entries.append({"set": relative, "weight": weight, **epochs})
-    write_atomically(path, yaml.safe_dump(entries, sort_keys=False, allow_unicode=True).encode())
+    content = yaml.safe_dump(entries, sort_keys=False, allow_unicode=True).encode()
+    if not path.is_file() or path.read_bytes() != content:
+        write_atomically(path, content)
     whole = sum(weights)
     return [(info, weight / whole) for info, weight in zip(infos, weights, strict=True)]
 

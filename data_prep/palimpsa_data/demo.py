@@ -1,7 +1,8 @@
-"""`prepare`: the demo's tokenizer, eight sets and six blends, from text that is on every machine.
+"""`prepare`: the demo's tokenizer, sets and blends, from text that is on every machine, by way of what `prep` calls.
 
-FOLDER/tokenizer.model                  SentencePiece, 2048 ids (+ tokenizer.json: what it was made from)
-FOLDER/sets/{code,prose,long,instruct}-{train,valid}/
+FOLDER/sources/          the texts as files (see `demo_files`), as stackv2, fineweb, text and longalpaca read them
+FOLDER/tokenizer.model   SentencePiece, 2048 ids (+ tokenizer.json: what it was made from)
+FOLDER/sets/{code,prose,long,needles,instruct}-{train,valid}/
 FOLDER/blends/{continue-pretraining,long-context,instruct}-{train,valid}.yaml
 FOLDER/report.{json,txt}
 """
@@ -9,34 +10,47 @@ FOLDER/report.{json,txt}
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections.abc import Callable, Iterator
+import shutil
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from palimpsa_data import tokenizers
+from palimpsa_data import demo_files, tokenizers
+from palimpsa_data.blend import Part, write_blend
+from palimpsa_data.demo_files import KINDS, SHARDS
 from palimpsa_data.demo_sources import Sources
-from palimpsa_data.documents import Example, Skipped
 from palimpsa_data.errors import DataError
 from palimpsa_data.files import json_bytes, json_sha256, read_json, sha256_file, write_atomically
-from palimpsa_data.instruct import encode_example
-from palimpsa_data.sets import SetInfo, write_set
-from palimpsa_data.shards import Encoded, ShardSpec, shard_stem, write_shard
+from palimpsa_data.jobs import run_job
+from palimpsa_data.merge import merge
+from palimpsa_data.needles import NeedleOptions
+from palimpsa_data.needles.source import NeedleReader, needle_inputs
+from palimpsa_data.pipeline import Limits
+from palimpsa_data.plan import PrepJob
+from palimpsa_data.sets import SetInfo
+from palimpsa_data.sources import FineWebOptions, LongAlpacaOptions, StackV2Options, TextOptions, find_inputs
 
 VOCAB_SIZE = 2048
 MAX_EXAMPLE_TOKENS = 512
-_RECIPE = 1  # part of every hash: raise it when the same sources are to give other documents
-_TRAIN_SHARDS = 2
-_VALID_SHARE = 16  # of 256 origins
+_RECIPE = 1  # part of the tokenizer's hash: raise it when the same sources are to give another one
+_SETS = [f"{kind}-{split}" for kind in ("code", "prose", "long", "needles", "instruct") for split in SHARDS]
+_READ_AS = {
+    "code": ("stackv2", StackV2Options()),
+    "prose": ("fineweb", FineWebOptions(min_length=200)),
+    "long": ("text", TextOptions()),
+    "instruct": ("longalpaca", LongAlpacaOptions()),
+}
+_NEEDLES = {
+    "train": NeedleOptions(documents=160, shards=SHARDS["train"], shortest=512, longest=1000, seed=1),
+    "valid": NeedleOptions(documents=16, shards=SHARDS["valid"], shortest=512, longest=1000, seed=2),
+}
 
 BLENDS = {
     "continue-pretraining": {"code": 0.6, "prose": 0.4},
-    "long-context": {"long": 0.8, "code": 0.1, "prose": 0.1},
+    "long-context": {"long": 0.7, "needles": 0.1, "code": 0.1, "prose": 0.1},
     "instruct": {"instruct": 1.0},
 }
-_KINDS = ("code", "prose", "long", "instruct")
 
 
 def prepare(folder: Path, *, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -48,26 +62,27 @@ def prepare(folder: Path, *, progress: Callable[[str], None]) -> dict[str, Any]:
         DataError: no disk space, no standard-library sources.
     """
     sources = Sources()
+    progress("text")
+    if not demo_files.is_current(folder / "sources", sources):
+        # Sets of other texts, from another Python: none of them goes with these.
+        shutil.rmtree(folder / "sets", ignore_errors=True)
+    left_out = demo_files.write_files(folder / "sources", sources)
     progress("tokenizer")
     tokenizer = _tokenizer(folder / "tokenizer.model", sources)
     infos = {}
-    plan = [(kind, split) for kind in _KINDS for split in ("train", "valid")]
-    for number, (kind, split) in enumerate(plan, 1):
-        infos[f"{kind}-{split}"] = info = _set(folder, kind, split, sources, tokenizer)
-        progress(f"set {number}/{len(plan)} {kind}-{split}: {info.documents} documents, {info.tokens} tokens")
+    for number, name in enumerate(_SETS, 1):
+        run_job(_job(folder, name))
+        infos[name], _ = merge(folder / "sets" / name)
+        info = infos[name]
+        progress(f"set {number}/{len(_SETS)} {name}: {info.documents} documents, {info.tokens} tokens")
     for stage, weights in BLENDS.items():
-        for split in ("train", "valid"):
-            blend = [{"set": f"../sets/{kind}-{split}", "weight": weight} for kind, weight in weights.items()]
-            _write_if_changed(folder / "blends" / f"{stage}-{split}.yaml", yaml.safe_dump(blend).encode())
-    report = _report(sources, tokenizer, infos)
+        for split in SHARDS:
+            parts = [Part(folder / "sets" / f"{kind}-{split}", weight) for kind, weight in weights.items()]
+            write_blend(folder / "blends" / f"{stage}-{split}.yaml", parts)
+    report = _report(sources, tokenizer, infos, left_out)
     _write_if_changed(folder / "report.json", json_bytes(report))
     _write_if_changed(folder / "report.txt", report_text(report).encode())
     return report
-
-
-def is_valid_share(origin: str) -> bool:
-    """Which side of the train/valid split all documents of a module or topic are on."""
-    return hashlib.sha256(origin.encode()).digest()[0] < _VALID_SHARE
 
 
 def report_text(report: dict[str, Any]) -> str:
@@ -84,13 +99,46 @@ def report_text(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _report(sources: Sources, tokenizer: tokenizers.Tokenizer, infos: dict[str, SetInfo]) -> dict[str, Any]:
-    keys = ("documents", "tokens", "trained_tokens", "longest", "skipped")
-    return {
-        "sources": sources.versions,
-        "tokenizer": dataclasses.asdict(tokenizer.info),
-        "sets": {name: {key: getattr(info, key) for key in keys} for name, info in infos.items()},
-    }
+def _job(folder: Path, name: str) -> PrepJob:
+    """What `prep` would make of the same files and flags."""
+    kind, _, split = name.partition("-")
+    output, tokenizer = folder / "sets" / name, folder / "tokenizer.model"
+    if kind == "needles":
+        needles = _NEEDLES[split]
+        return PrepJob(
+            kind=kind,
+            inputs=needle_inputs(needles),
+            options=needles,
+            tokenizer=tokenizer,
+            output=output,
+            limits=Limits(max_example_tokens=needles.longest),
+            loss_mask=True,
+            read=NeedleReader(tokenizer, "auto"),
+        )
+    source, options = _READ_AS[kind]
+    return PrepJob(
+        kind=source,
+        inputs=find_inputs([str(folder / "sources" / name)]),
+        options=options,
+        tokenizer=tokenizer,
+        output=output,
+        limits=Limits(max_example_tokens=MAX_EXAMPLE_TOKENS) if kind == "instruct" else Limits(),
+        loss_mask=kind == "instruct",
+    )
+
+
+def _report(
+    sources: Sources,
+    tokenizer: tokenizers.Tokenizer,
+    infos: dict[str, SetInfo],
+    left_out: dict[str, dict[str, int]],
+) -> dict[str, Any]:
+    sets = {}
+    for name, info in infos.items():
+        skipped = Counter(info.skipped) + Counter(left_out.get(name, {}))
+        numbers = {key: getattr(info, key) for key in ("documents", "tokens", "trained_tokens", "longest")}
+        sets[name] = {**numbers, "skipped": dict(sorted(skipped.items()))}
+    return {"sources": sources.versions, "tokenizer": dataclasses.asdict(tokenizer.info), "sets": sets}
 
 
 def _write_if_changed(path: Path, content: bytes) -> None:
@@ -107,46 +155,8 @@ def _tokenizer(path: Path, sources: Sources) -> tokenizers.Tokenizer:
     except (OSError, DataError):
         made = False
     if not made:
-        texts = (text for kind in _KINDS[:3] for text in _documents(kind, "train", sources) if isinstance(text, str))
+        training = [text.content for kind in KINDS[:3] for text in demo_files.documents(sources, kind, "train")]
+        texts = (text for text in training if isinstance(text, str))
         write_atomically(path, tokenizers.train_sentencepiece(texts, VOCAB_SIZE))
         write_atomically(record, json_bytes({**wanted, "sha256": sha256_file(path)}))
     return tokenizers.load(path)
-
-
-def _documents(kind: str, split: str, sources: Sources) -> Iterator[str | Skipped | Example]:
-    for text in sources.documents(kind):
-        if is_valid_share(text.origin) == (split == "valid"):
-            yield text.content
-
-
-def _set(folder: Path, kind: str, split: str, sources: Sources, tokenizer: tokenizers.Tokenizer) -> SetInfo:
-    name = f"{kind}-{split}"
-    shards = _TRAIN_SHARDS if split == "train" else 1
-    manifests = {}
-    for shard in range(shards):
-        stem = shard_stem(folder / "sets" / name, name, shard, shards)
-        recipe = [_RECIPE, kind, split, shard, shards, _VALID_SHARE, MAX_EXAMPLE_TOKENS]
-        spec = ShardSpec(
-            input_sha256=sources.sha256,
-            tokenizer_sha256=tokenizer.sha256,
-            config_sha256=json_sha256(recipe),
-            vocab_size=tokenizer.vocab_size,
-            loss_mask=kind == "instruct",
-        )
-        documents = _encoded(kind, split, shard, shards, sources, tokenizer)
-        manifests[stem], _ = write_shard(stem, documents, spec, most_tokens=sources.size)
-    return write_set(folder / "sets" / name, name, tokenizer.info, manifests)
-
-
-def _encoded(
-    kind: str, split: str, shard: int, shards: int, sources: Sources, tokenizer: tokenizers.Tokenizer
-) -> Iterator[Encoded | Skipped]:
-    for number, item in enumerate(_documents(kind, split, sources)):
-        if number % shards != shard:
-            continue
-        if isinstance(item, str):
-            yield Encoded(tokenizer.encode_document(item))
-        elif isinstance(item, Example):
-            yield encode_example(item, tokenizer, MAX_EXAMPLE_TOKENS)
-        else:
-            yield item

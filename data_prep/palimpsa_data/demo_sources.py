@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from importlib import metadata, resources
 from pathlib import Path
 
-from palimpsa_data.documents import Example, Skipped
+from palimpsa_data.documents import Skipped
 from palimpsa_data.errors import DataError
 from palimpsa_data.files import json_sha256
-from palimpsa_data.instruct import alpaca
 
 # Tests, generated tables and whatever a system keeps beside the standard library.
 _LEFT_OUT = {
@@ -30,6 +29,16 @@ _LONG_MODULE = 16 * 1024
 _LONG_TOPIC = 8 * 1024
 _LARGEST_MODULE = 256 * 1024
 _SHORTEST_DOCSTRING = 200
+_LEAST_MODULES = 100
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An instruction, the text that it is about or nothing, and its answer."""
+
+    instruction: str
+    context: str
+    answer: str
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,7 @@ class Text:
     """A document; all documents of one origin (a module, a topic) fall on the same side of the train/valid split."""
 
     origin: str
-    content: str | Skipped | Example
+    content: str | Skipped | Pair
 
 
 class Sources:
@@ -51,7 +60,7 @@ class Sources:
         stdlib = Path(sysconfig.get_paths()["stdlib"])
         self._stdlib = _python_files(stdlib, "python")
         self._numpy = _python_files(Path(str(resources.files("numpy"))), "numpy")
-        if len(self._stdlib) < 100:
+        if len(self._stdlib) < _LEAST_MODULES:
             raise DataError(
                 f"{stdlib} holds {len(self._stdlib)} modules: this Python comes without the sources of its "
                 "standard library; use another installation of Python"
@@ -71,7 +80,7 @@ class Sources:
     @functools.cache  # noqa: B019 - one object lives as long as the preparation
     def documents(self, kind: str) -> list[Text]:
         """The documents of one kind, those left out included, in an order that only the sources decide."""
-        seen: set[str | Skipped | Example] = set()
+        seen: set[str | Skipped | Pair] = set()
         documents = []
         for text in getattr(self, kind)():
             if not isinstance(text.content, Skipped) and text.content in seen:
@@ -187,12 +196,12 @@ def _first_paragraph(text: str) -> str:
     return " ".join(text.strip().partition("\n\n")[0].split())
 
 
-def _example(question: str, context: str, text: str) -> Example | Skipped:
+def _example(question: str, context: str, text: str) -> Pair | Skipped:
     answer = _first_paragraph(text)
-    return alpaca(question, context, answer) if 40 <= len(answer) <= 400 else Skipped("answer too short or too long")
+    return Pair(question, context, answer) if 40 <= len(answer) <= 400 else Skipped("answer too short or too long")
 
 
-def _function_examples(module: str, source: str) -> Iterator[Example | Skipped]:
+def _function_examples(module: str, source: str) -> Iterator[Pair | Skipped]:
     """One question for each documented public function, alternately from its name and from its body."""
     lines = source.splitlines()
     for number, node in enumerate(ast.parse(source).body):

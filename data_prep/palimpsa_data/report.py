@@ -97,10 +97,18 @@ def report_on(name: str, shards: Mapping[Path, Manifest]) -> Report:
 
 
 def write_report(folder: Path, report: Report) -> None:
-    """Write report.txt, report.json and lengths.png into `folder`."""
-    write_atomically(folder / "report.txt", report.text().encode())
-    write_atomically(folder / "report.json", json_bytes(dataclasses.asdict(report)))
-    write_atomically(folder / "lengths.png", _picture(report))
+    """Write report.txt, report.json and lengths.png into `folder`, unless they are there."""
+    content = json_bytes(dataclasses.asdict(report))
+    text, record, picture = (folder / name for name in ("report.txt", "report.json", "lengths.png"))
+    if picture.is_file() and _holds(record, content) and _holds(text, report.text().encode()):
+        return
+    write_atomically(text, report.text().encode())
+    write_atomically(picture, _picture(report))
+    write_atomically(record, content)
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    return path.is_file() and path.read_bytes() == content
 
 
 def _median(shards: Mapping[Path, Manifest]) -> float:

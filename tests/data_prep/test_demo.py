@@ -15,12 +15,16 @@ from typing import Any
 
 import pytest
 import yaml
-from palimpsa_data import demo, demo_sources, tokenizers
-from palimpsa_data.demo_sources import Sources, pieces
-from palimpsa_data.documents import Example, Skipped
+from helpers.without import without
+from palimpsa_data import demo, demo_files, demo_sources, tokenizers
+from palimpsa_data.demo_sources import Pair, Sources, pieces
+from palimpsa_data.documents import Skipped
 from palimpsa_data.sets import SetReader, verify
 
-SETS = [f"{kind}-{split}" for kind in ("code", "prose", "long", "instruct") for split in ("train", "valid")]
+from megatron_palimpsa import cli
+
+KINDS = ("code", "prose", "long", "needles", "instruct")
+SETS = [f"{kind}-{split}" for kind in KINDS for split in ("train", "valid")]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +32,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo")
     lines: list[str] = []
     demo.prepare(folder, progress=lines.append)
-    assert [re.match(r"set (\d)/8", line) is not None for line in lines] == [False] + [True] * 8
+    assert [re.match(r"set \d+/10", line) is not None for line in lines] == [False] * 2 + [True] * 10
     return folder
 
 
@@ -70,7 +74,7 @@ def test_long_documents_are_long(prepared: Path) -> None:
     assert short[len(short) // 2] < 1024
 
 
-@pytest.mark.parametrize("kind", ["code", "prose", "long", "instruct"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_train_and_valid_share_no_document(prepared: Path, kind: str) -> None:
     assert not set(documents(prepared, f"{kind}-train")) & set(documents(prepared, f"{kind}-valid"))
 
@@ -78,9 +82,9 @@ def test_train_and_valid_share_no_document(prepared: Path, kind: str) -> None:
 def test_all_kinds_split_modules_alike(sources: Sources) -> None:
     """What a module's validation documents say is in no kind's training documents."""
     sides: dict[str, set[bool]] = {}
-    for kind in ("code", "prose", "long", "instruct"):
+    for kind in demo_files.KINDS:
         for text in sources.documents(kind):
-            sides.setdefault(text.origin, set()).add(demo.is_valid_share(text.origin))
+            sides.setdefault(text.origin, set()).add(demo_files.is_valid_share(text.origin))
     assert all(len(side) == 1 for side in sides.values())
     assert 0.03 < sum(side == {True} for side in sides.values()) / len(sides) < 0.1
 
@@ -88,7 +92,7 @@ def test_all_kinds_split_modules_alike(sources: Sources) -> None:
 def test_loss_is_on_the_answers_alone(prepared: Path, sources: Sources) -> None:
     tokenizer = tokenizers.load(prepared / "tokenizer.model")
     reader = SetReader(prepared / "sets" / "instruct-train", checksums=False)
-    examples = {text.content for text in sources.documents("instruct") if isinstance(text.content, Example)}
+    examples = {text.content for text in sources.documents("instruct") if isinstance(text.content, Pair)}
     answers = {example.answer for example in examples}
     for number, length in enumerate(reader.lengths):
         assert length <= demo.MAX_EXAMPLE_TOKENS
@@ -101,7 +105,7 @@ def test_loss_is_on_the_answers_alone(prepared: Path, sources: Sources) -> None:
 
 
 def test_function_bodies_are_whole_and_without_their_docstring(sources: Sources) -> None:
-    examples = [text.content for text in sources.documents("instruct") if isinstance(text.content, Example)]
+    examples = [text.content for text in sources.documents("instruct") if isinstance(text.content, Pair)]
     contexts = [example.context for example in examples if example.context]
     assert len(contexts) > 100
     for context in contexts:
@@ -144,9 +148,46 @@ assert time.process_time() < 2, time.process_time()
 
 
 def test_a_second_call_only_verifies(prepared: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in prepared.rglob("*")}
+    before = {path: path.stat().st_mtime_ns for path in prepared.rglob("*") if path.is_file()}
     subprocess.run([sys.executable, "-c", AGAIN, str(prepared)], check=True, timeout=60)
-    assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*")} == before
+    assert {path: path.stat().st_mtime_ns for path in prepared.rglob("*") if path.is_file()} == before
+
+
+def test_the_same_commands_give_the_same_sets(prepared: Path, tmp_path: Path) -> None:
+    """What the demo prepares is what `prep` makes of its files."""
+    commands = {
+        "code-valid": ["stackv2"],
+        "prose-train": ["fineweb", "--min-length", "200"],
+        "long-valid": ["text"],
+        "instruct-train": ["longalpaca", "--max-example-tokens", "512"],
+    }
+    for name, (kind, *flags) in commands.items():
+        inputs, output = prepared / "sources" / name, tmp_path / name
+        tokenizer = str(prepared / "tokenizer.model")
+        assert cli.main(["prep", kind, str(inputs), "--output", str(output), "--tokenizer", tokenizer, *flags]) == 0
+        for path in sorted(output.glob(f"{name}-*.bin")):
+            assert path.read_bytes() == (prepared / "sets" / name / path.name).read_bytes()
+        assert (output / "set.json").read_bytes() == (prepared / "sets" / name / "set.json").read_bytes()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("small_sources")
+def test_other_sources_give_other_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another Python in the same folder: all is made anew, nothing of the former stays."""
+    demo.prepare(tmp_path / "d", progress=lambda line: None)
+    some = demo_sources._python_files
+    monkeypatch.setattr(demo_sources, "_python_files", lambda root, name: dict(list(some(root, name).items())[:-1]))
+    monkeypatch.setattr(demo_sources, "_LEAST_MODULES", 50)
+    demo.prepare(tmp_path / "d", progress=lambda line: None)
+    demo.prepare(tmp_path / "new", progress=lambda line: None)
+    assert content(tmp_path / "d") == content(tmp_path / "new")
+
+
+@pytest.mark.long
+def test_nothing_but_what_is_installed_is_needed(tmp_path: Path) -> None:
+    """The demo's kinds of files are read without the packages of the extra `data`."""
+    done = without("prep", "demo", "--folder", tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
 def test_pieces_are_cut_between_paragraphs() -> None:
@@ -172,7 +213,8 @@ def small_sources(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
+    """Every file but those that note when an input was last changed."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".input.json"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
@@ -209,8 +251,10 @@ def test_killed_again_and_again_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_damage_is_mended(tmp_path: Path) -> None:
     demo.prepare(tmp_path, progress=lambda line: None)
     before = content(tmp_path)
-    for name in ("sets/code-train/code-train-00001-of-00002.bin", "tokenizer.model", "blends/instruct-train.yaml"):
+    damaged = ("sets/code-train/code-train-00001-of-00002.bin", "tokenizer.model", "blends/instruct-train.yaml")
+    for name in damaged:
         (tmp_path / name).write_bytes(before[name][:-5])
+    (tmp_path / "sources" / "long-train" / "part-1.jsonl").unlink()
     (tmp_path / "sets" / "prose-valid" / "set.json").unlink()
     demo.prepare(tmp_path, progress=lambda line: None)
     assert content(tmp_path) == before

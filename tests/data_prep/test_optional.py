@@ -2,32 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-WITHOUT = """
-import sys
-
-class Missing:
-    names = {"pyarrow", "zstandard", "tokenizers", "gigatoken", "datasets", "transformers", "httpx", "huggingface_hub"}
-
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in self.names:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Missing())
-from megatron_palimpsa.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def without(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False
-    )
+from helpers.without import without
+from palimpsa_data.tokenizers import train_sentencepiece
 
 
 @pytest.mark.parametrize(
@@ -39,8 +18,6 @@ def without(*arguments: object) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_what_is_missing_is_said(name: str, tokenizer: str, package: str, tmp_path: Path) -> None:
-    from palimpsa_data.tokenizers import train_sentencepiece
-
     (tmp_path / "t.json").write_text("{}")
     (tmp_path / "t.model").write_bytes(train_sentencepiece(["some words to learn from " * 9], 290))
     (tmp_path / name).write_bytes({".zst": b"\x28\xb5\x2f\xfd"}.get(name[-4:], b'{"text": "words"}'))
@@ -51,8 +28,6 @@ def test_what_is_missing_is_said(name: str, tokenizer: str, package: str, tmp_pa
 
 
 def test_rows_of_json_need_none_of_them(tmp_path: Path) -> None:
-    from palimpsa_data.tokenizers import train_sentencepiece
-
     (tmp_path / "t.model").write_bytes(train_sentencepiece(["some words to learn from " * 9], 290))
     (tmp_path / "a.jsonl").write_text('{"text": "words"}\n')
     done = without(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -54,7 +53,7 @@ class NeedleReader:
     backend: str
 
     def __call__(self, source: NeedleInput, options: NeedleOptions, progress: Callable[[int], None]) -> Iterator[Item]:
-        tokenizer = _loaded(self.tokenizer, self.backend)
+        tokenizer = tokenizers.load(self.tokenizer, backend=self.backend)
 
         def tokens(texts: Sequence[str]) -> Sequence[int]:
             return np.diff(tokenizer.encode_flat(texts).offsets).tolist()
@@ -63,8 +62,3 @@ class NeedleReader:
         for index in range(source.first, source.stop):
             yield needle(options, index, tokens)
             progress(source.bytes * (index + 1 - source.first) // count)
-
-
-@functools.lru_cache(maxsize=1)
-def _loaded(path: Path, backend: str) -> tokenizers.Tokenizer:
-    return tokenizers.load(path, backend=backend)
