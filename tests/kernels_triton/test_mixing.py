@@ -83,3 +83,18 @@ def test_small_steps_keep_their_relative_precision() -> None:
     torch.testing.assert_close(value.flatten().double().cpu(), expected, rtol=1e-5, atol=0)
     torch.testing.assert_close(log_alpha.flatten().double().cpu(), -expected * torch.tensor(-9.0).double().exp(),
                                rtol=1e-5, atol=0)  # fmt: skip
+
+
+def test_decay_stronger_than_the_scan_takes_is_limited_and_gives_no_gradient() -> None:
+    from palimpsa_kernels.triton.activations import Raw, activate, activation_gradients
+
+    x, dt = torch.ones(1, 3, 2, 4), torch.tensor([[[1.0, 60.0], [2.0, 1.0], [60.0, 1.0]]])
+    zero, rate = torch.zeros(2), torch.full((2,), 2.0).log()
+    raw = Raw(x.to(DEVICE), dt.to(DEVICE), None, zero.to(DEVICE), rate.to(DEVICE), zero.to(DEVICE), None)
+    _, _, log_alpha = activate(raw)
+    step = torch.logaddexp(dt, torch.zeros_like(dt))
+    torch.testing.assert_close(log_alpha.cpu(), (-2 * step).clamp(min=-100))
+    gradients = activation_gradients(raw, torch.zeros_like(raw.x), None, torch.ones_like(raw.dt), None)
+    inside = (dt < 50).float()
+    torch.testing.assert_close(gradients.dt.cpu(), -2 * torch.sigmoid(dt) * inside)
+    torch.testing.assert_close(gradients.A_log.cpu(), (-2 * step * inside).sum((0, 1)))
