@@ -29,6 +29,8 @@ _TEXT = (".txt", ".md")
 _BLOB = re.compile(r"[0-9a-f]{40}(\.gz)?")
 # Left by version control, by `datasets` and by whoever made the folder; none of them holds rows.
 _METADATA = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
+# A set that was prepared into the folder of its inputs.
+_PREPARED = re.compile(r"-\d{5}-of-\d{5}\.(manifest|input)\.json$")
 _HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.-]+))?")
 
 
@@ -78,6 +80,9 @@ def find_inputs(patterns: Sequence[str], loose: Loose = "") -> list[Input]:
             if key in found:
                 raise DataError(f"{item.path} is named twice: by {pattern} and before; leave one out")
             found[key] = item
+    for path, item in found.items():
+        if item.path.is_file() and item.format in ("text", "blobs") and path.parent in found:
+            raise DataError(f"{item.path} is named twice: its folder is an input too; leave one out")
     return sorted(found.values(), key=lambda item: (item.path.absolute().as_posix(), item.name))
 
 
@@ -108,10 +113,13 @@ def _matching(pattern: str, loose: Loose) -> Iterator[Input]:
             f"{pattern}: there is no such file or folder; give files, folders, globs or a hub name org/name"
         )
     count = 0
+    # "**" gives folders and what is in them.
+    folders = {path for path in paths if path.is_dir()}
     for path in paths:
-        for item in _walk(path, loose) if path.is_dir() else _file(path, path.name, loose):
-            yield item
-            count += 1
+        if folders.isdisjoint(path.parents):
+            for item in _walk(path, loose) if path in folders else _file(path, path.name, loose):
+                yield item
+                count += 1
     if not count:
         raise DataError(f"{pattern}: no input among it; accepted are {_accepted(loose)}")
 
@@ -123,6 +131,9 @@ def _walk(folder: Path, loose: Loose) -> Iterator[Input]:
     for name, subfolders, files in os.walk(folder, onerror=refuse):
         here = Path(name)
         subfolders[:] = sorted(sub for sub in subfolders if not sub.startswith("."))
+        if any(_PREPARED.search(file) for file in files):
+            subfolders.clear()
+            continue
         if "dataset_dict.json" in files:
             splits = read_json(here / "dataset_dict.json").get("splits", [])
             raise DataError(

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from palimpsa_data.errors import DataError
 
@@ -35,15 +35,14 @@ def flag(name: str) -> str:
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """`loose` says which files without rows a folder may hold: plain text, blobs by their id, or neither.
-
-    Raises:
-        DataError: a value that cannot be; the message says what can.
-    """
-
-    loose: ClassVar[Loose] = ""
+    """Raises DataError for a value that cannot be; the message says what can."""
 
     strict: bool = option(False, "end with an error at the first damaged row instead of counting it", decides=False)
+
+    @property
+    def loose(self) -> Loose:
+        """Which files without rows count as input: plain text, blobs by their id, or neither."""
+        return ""
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,6 @@ class FineWebOptions(TextLengths):
 class StackV2Options(TextLengths):
     """Filters; a file that does not say its language or licence does not pass a filter on it."""
 
-    loose: ClassVar[Loose] = "blobs"
-
     languages: tuple[str, ...] = option(
         (), "keep these languages only, as the rows spell them: Python,C++", metavar="NAME"
     )
@@ -104,12 +101,19 @@ class StackV2Options(TextLengths):
             if kind not in LICENSE_TYPES:
                 raise DataError(f"--license-types takes {' and '.join(LICENSE_TYPES)}, not {kind!r}")
 
+    @property
+    def loose(self) -> Loose:
+        # Those that rows name must not come in a second time, where they lie among the inputs.
+        return "" if self.blobs else "blobs"
+
 
 @dataclass(frozen=True)
 class TextOptions(TextLengths):
-    loose: ClassVar[Loose] = "text"
-
     text_column: str = option("text", "the column that holds the documents (%(default)s)", metavar="NAME")
+
+    @property
+    def loose(self) -> Loose:
+        return "text"
 
 
 @dataclass(frozen=True)

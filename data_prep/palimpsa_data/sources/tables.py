@@ -103,7 +103,7 @@ def _arrow_batches(path: Path, source: pa.NativeFile) -> Iterator[pa.RecordBatch
 
 def _is_wanted(path: str, columns: Collection[str]) -> bool:
     first, *others = path.split(".")
-    return first in columns and all(name in columns or name in _LIST_LEVELS for name in others)
+    return path in columns or (first in columns and all(name in columns or name in _LIST_LEVELS for name in others))
 
 
 def _rows_at_once(rows: int, size: int) -> int:

@@ -83,6 +83,21 @@ def test_the_same_file_twice_is_refused(folder: Path) -> None:
         names(folder)
 
 
+def test_folders_and_what_is_in_them_come_once(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [item.path for item in find_inputs(["fw/**"])] == [Path(name) for name in IN_FOLDER]
+    assert names("fw/**", loose="text") == names("fw", loose="text")
+    with pytest.raises(DataError, match=r"notes\.txt is named twice: its folder is an input too"):
+        names("fw", "fw/notes.txt", loose="text")
+
+
+def test_a_set_prepared_among_its_inputs_is_none(folder: Path) -> None:
+    write_lines(folder / "out" / "job.json", [{}])
+    write_lines(folder / "out" / "out-00000-of-00002.input.json", [{}])
+    write_lines(folder / "out" / "deeper" / "report.json", [{}])
+    assert names(folder) == IN_FOLDER
+
+
 @pytest.mark.parametrize("pattern", ["absent.parquet", "absent/*.parquet", "fw/data/*.jsonl", "/absent/folder/"])
 def test_what_is_not_there_is_said(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str) -> None:
     monkeypatch.chdir(tmp_path)

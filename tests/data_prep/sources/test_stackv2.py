@@ -64,6 +64,12 @@ def test_ids_with_their_blobs(tmp_path: Path, shape: str, layout: str) -> None:
     assert items(path, StackV2Options(blobs=str(folder))) == ALL
 
 
+def test_blobs_among_the_inputs_come_once(tmp_path: Path) -> None:
+    write_blobs(tmp_path / "stack", stack_blobs())
+    write_parquet(tmp_path / "stack" / "x.parquet", stack_rows("flat ids"))
+    assert items(tmp_path / "stack", StackV2Options(blobs=str(tmp_path / "stack"))) == ALL
+
+
 def test_blobs_that_are_not_packed_or_not_whole_or_not_there(tmp_path: Path) -> None:
     rows = [stack_file(name) for name in ("plain", "packed twice", "cut", "damaged", "absent")]
     ids = [row["blob_id"] for row in rows]

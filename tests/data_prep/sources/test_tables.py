@@ -44,6 +44,11 @@ def test_fields_of_nested_files_are_pruned(tmp_path: Path) -> None:
     assert licenses[0]["files"][1] == {"detected_licenses": ["Apache-2.0", "MIT"]}
 
 
+def test_a_name_may_hold_a_dot(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "x.parquet", [{"meta.text": "a", "n": 1}])
+    assert read(path, "meta.text") == [{"meta.text": "a"}]
+
+
 def test_progress_ends_with_the_whole_file(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "x.parquet", ROWS)
     seen: list[int] = []
