@@ -19,11 +19,16 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class Index:
-    """What Megatron's .idx says: dtype of the .bin, tokens of each document [D], where each starts (in tokens) [D]."""
+    """What Megatron's .idx says: dtype of the .bin, tokens of each document [D], where each starts (in bytes) [D]."""
 
     dtype: np.dtype[Any]
     lengths: np.ndarray
-    starts: np.ndarray
+    pointers: np.ndarray
+
+    @property
+    def starts(self) -> np.ndarray:
+        """Where each document starts, in tokens [D]."""
+        return self.pointers // self.dtype.itemsize
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -45,14 +50,19 @@ def index_bytes(dtype: np.dtype[Any], lengths: np.ndarray) -> bytes:
     )
 
 
+def map_pointers(path: Path, documents: int) -> np.ndarray:
+    """Where each document starts, in bytes [D], of a .idx that `read_index` has checked; memory-mapped."""
+    return np.memmap(path, np.int64, mode="r", offset=_HEADER.size + 4 * documents, shape=(documents,))
+
+
 def read_index(path: Path) -> Index:
-    """Read a .idx.
+    """Map a .idx into memory and check it; the arrays are views of the file.
 
     Raises:
         DataError: not a Megatron index, or one whose parts do not agree with each other.
     """
     try:
-        content = path.read_bytes()
+        content = np.memmap(path, np.uint8, mode="r")
         magic, version, code, sequences, boundaries = _HEADER.unpack_from(content)
         dtype = _DTYPES[code]
         offset = _HEADER.size
@@ -68,4 +78,4 @@ def read_index(path: Path) -> Index:
         raise DataError(f"{path}: not a Megatron index with one sequence a document; prepare the data again")
     if not np.array_equal(pointers, starts * dtype.itemsize) or (lengths <= 0).any():
         raise DataError(f"{path}: document lengths and positions do not agree; prepare the data again")
-    return Index(dtype, lengths, starts)
+    return Index(dtype, lengths, pointers)

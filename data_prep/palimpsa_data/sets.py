@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from palimpsa_data.errors import DataError
 from palimpsa_data.files import json_bytes, read_json, sha256_file, write_atomically
-from palimpsa_data.shards import FORMAT, Manifest, check_shard, manifest_path, output_path, read_index
+from palimpsa_data.indexed import map_pointers, read_index, token_dtype
+from palimpsa_data.shards import FORMAT, Manifest, check_shard, manifest_path, output_path
+
+_MOST_MAPPED = 128
 
 
 @dataclass(frozen=True)
@@ -204,10 +207,9 @@ def _check_ids(path: Path, manifest: Manifest) -> None:
 
 @dataclass(frozen=True)
 class _Shard:
-    path: Path
     tokens: np.ndarray
     mask: np.ndarray | None
-    starts: np.ndarray
+    pointers: np.ndarray
 
 
 class SetReader:
@@ -223,27 +225,27 @@ class SetReader:
         self.folder = folder
         self.info = check_set(folder, checksums=checksums, share=share)
         self.sha256 = sha256_file(folder / "set.json")
-        self.shards: list[_Shard] = []
-        lengths = []
-        for entry in self.info.shards:
-            stem = folder / entry.name
-            index = read_index(output_path(stem, ".idx"))
-            path = output_path(stem, ".bin")
-            mask = _map(output_path(stem, ".mask.bin"), np.dtype(np.uint8)) if self.info.loss_mask else None
-            self.shards.append(_Shard(path, _map(path, index.dtype), mask, index.starts))
-            lengths.append(index.lengths)
+        stems = [folder / entry.name for entry in self.info.shards]
+        lengths = [np.array(read_index(output_path(stem, ".idx")).lengths) for stem in stems]
         self.lengths = np.concatenate(lengths)
         self._first_document = np.cumsum([0, *(len(part) for part in lengths)])
+        self._dtype = token_dtype(self.info.tokenizer.vocab_size)
+        # A map holds a file descriptor, of which a process has few.
+        self._shard = functools.lru_cache(maxsize=_MOST_MAPPED)(self._map_shard)
 
     def read(self, document: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray | None]:
         """Tokens `start` to `stop` (clipped to the document) of one document: ids [n] and its loss mask [n] or None."""
         number = int(np.searchsorted(self._first_document, document, side="right")) - 1
-        shard = self.shards[number]
-        begin = int(shard.starts[document - self._first_document[number]])
+        shard = self._shard(number)
+        begin = int(shard.pointers[document - self._first_document[number]]) // self._dtype.itemsize
         part = slice(begin + start, begin + min(stop, int(self.lengths[document])))
         return shard.tokens[part], None if shard.mask is None else shard.mask[part]
 
-
-def _map(path: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    # An empty file cannot be mapped; a shard whose documents were all skipped is one.
-    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
+    def _map_shard(self, number: int) -> _Shard:
+        entry = self.info.shards[number]
+        stem = self.folder / entry.name
+        return _Shard(
+            np.memmap(output_path(stem, ".bin"), self._dtype, mode="r"),
+            np.memmap(output_path(stem, ".mask.bin"), np.uint8, mode="r") if self.info.loss_mask else None,
+            map_pointers(output_path(stem, ".idx"), entry.documents),
+        )

@@ -38,6 +38,7 @@ bytes by every rank, a larger one by all ranks together, each its share of the s
 others, so a damaged shard that one of them finds stops all before the first step."""
 
 _INDEX_ADVISED = 2_000_000  # documents of a set, from which the time and memory that `prep index` saves matter
+_SILENT_BYTES = 2 * 2**30  # reading more takes long enough to be said
 _REMEDY = "prepare the data first, or start where that path leads to it"
 _PATTERN_LENGTH = 2**16
 
@@ -203,7 +204,11 @@ class _Blend:
                     f"{self._where}: set {entry.folder} holds nothing to learn: no document has a next token that "
                     f"counts; leave the set out"
                 )
-            return SetReader(entry.folder, checksums=True, share=_share(info))
+            share = _share(info)
+            if info.tokens * 2 > share.count * _SILENT_BYTES:
+                size = info.tokens * 2 / share.count / 1e9
+                logger.info("%s: comparing %.1f GB a rank with their checksums", entry.folder, size)
+            return SetReader(entry.folder, checksums=True, share=share)
         except DataError as error:
             raise ConfigError(f"{self._where}: {error}") from None
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from helpers.corruptions import CORRUPTIONS, Corruption, write_sealed_set
 from helpers.datasets import fake_tokenizer, random_documents, tiny_set
-from palimpsa_data import DataError
+from palimpsa_data import DataError, sets
 from palimpsa_data.files import json_bytes, sha256_file
 from palimpsa_data.sets import (
     SetReader,
@@ -167,3 +169,22 @@ def whole_to(folder: Path, share: Share) -> bool:
     except DataError:
         return False
     return True
+
+
+def test_a_set_of_more_shards_than_files_may_be_open(
+    tmp_path: Path, tokenizer: TokenizerInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_set(tmp_path / "s", DOCUMENTS, tokenizer, MASKS, shards=20)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(sets, "_MOST_MAPPED", 3)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (psutil.Process().num_fds() + 15, hard))
+    try:
+        reader = SetReader(tmp_path / "s", checksums=True)
+        for number, document in enumerate([*DOCUMENTS, *DOCUMENTS]):
+            number %= len(DOCUMENTS)
+            tokens, mask = reader.read(number, 0, 99)
+            assert tokens.tolist() == document
+            assert mask is not None
+            assert mask.tolist() == MASKS[number]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -118,6 +118,14 @@ def test_large_sets_without_an_index_are_said(
     assert not caplog.text
 
 
+def test_long_reading_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(logging.getLogger("megatron_palimpsa"), "propagate", True)
+    monkeypatch.setattr(data, "_SILENT_BYTES", 10)
+    with caplog.at_level(logging.INFO):
+        StageData(stage(folder))
+    assert "GB a rank with their checksums" in caplog.text
+
+
 # Position
 
 
