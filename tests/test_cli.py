@@ -167,7 +167,7 @@ def test_dry_run_prints_the_plan_and_starts_nothing(capsys, stage, tmp_path):
         "11,904 parameters",
         "1,000 in 16 steps of 64",
         "lr 0.01, 2 warm-up steps, cosine to 0.001",
-        "train: 100.0 % of the sequences",
+        "train: 100.0 % of the sequences, 100.0 % filled",
         "memory a rank  about",
         "checkpoints    every 4 steps, 2 kept",
     ):

@@ -65,7 +65,8 @@ def dry_run(config: StageConfig) -> str:
     folder.check_config(config)
     source, data = _check_inputs(config, folder)
     sets = [
-        f"{item.name}: {100 * item.share:.1f} % of the sequences, {item.tokens:,} tokens, {item.epochs:.2f} epochs"
+        f"{item.name}: {100 * item.share:.1f} % of the sequences, {100 * item.fill:.1f} % filled, "
+        f"{item.tokens:,} tokens, {item.epochs:.2f} epochs"
         for item in data.sources()
     ]
     return plan.describe(config, ranks, source, sets)
