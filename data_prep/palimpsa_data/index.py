@@ -16,6 +16,7 @@ import numpy as np
 
 from palimpsa_data.errors import DataError
 from palimpsa_data.files import fsync, json_bytes, publish, read_json, sha256_file, temporary, write_atomically
+from palimpsa_data.locks import lock
 from palimpsa_data.packing import ArrayMap
 from palimpsa_data.sets import SetReader, Share
 
@@ -50,8 +51,7 @@ class SetIndex:
         """
         record = self.folder / f"{name}.json"
         if self._write and not self._is_whole(record):
-            self.built.append(name)
-            self._save(name, build())
+            self._write_once(name, record, build)
         files = self._read(record)
         if files is None:
             self.built.append(name)
@@ -88,18 +88,26 @@ class SetIndex:
         except (OSError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{record}: the files it names cannot be read ({error}); {_REMEDY}") from None
 
-    def _save(self, name: str, arrays: ArrayMap) -> None:
-        files = {}
+    def _write_once(self, name: str, record: Path, build: Callable[[], ArrayMap]) -> None:
         try:
             self.folder.mkdir(exist_ok=True)
-            for array, values in arrays.items():
-                path = self._path(name, array)
-                with temporary(path).open("wb") as file:
-                    np.save(file, values, allow_pickle=False)
-                fsync(temporary(path))
-                files[array] = {"bytes": temporary(path).stat().st_size, "sha256": sha256_file(temporary(path))}
-                publish(path)
+            with lock(self.folder / "index.lock", wait=True):
+                if not self._is_whole(record):  # by whoever held the lock
+                    self.built.append(name)
+                    self._save(name, build())
         except OSError as error:
-            raise DataError(f"cannot write the index {self.folder / name}: {error.strerror}") from error
+            raise DataError(
+                f"cannot write the index {record}: {error.strerror}; make space or change rights"
+            ) from error
+
+    def _save(self, name: str, arrays: ArrayMap) -> None:
+        files = {}
+        for array, values in arrays.items():
+            path = self._path(name, array)
+            with temporary(path).open("wb") as file:
+                np.save(file, values, allow_pickle=False)
+            fsync(temporary(path))
+            files[array] = {"bytes": temporary(path).stat().st_size, "sha256": sha256_file(temporary(path))}
+            publish(path)
         record = {"format": FORMAT, "set_sha256": self._set_sha256, "arrays": files}
         write_atomically(self.folder / f"{name}.json", json_bytes(record))

@@ -100,7 +100,7 @@ class DataConfig:
     train_blend: str
     valid_blend: str
     tokenizer: str
-    """SentencePiece `.model` file that the shards were made with."""
+    """File that the shards were made with: a tokenizer.json or a SentencePiece `.model`."""
     packing: Literal["concat", "best-fit"] = "concat"
     """`concat` cuts one stream of documents every seq_length tokens; `best-fit` keeps them whole where they fit."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.datasets import fake_tokenizer, random_documents, tiny_set
-from palimpsa_data import DataError
+from palimpsa_data import DataError, index
 from palimpsa_data.index import SetIndex
 from palimpsa_data.packing import BestFitPacking, ConcatPacking, Packing
 from palimpsa_data.sets import SetReader, Share
@@ -134,3 +134,22 @@ def test_a_record_that_is_none(content: bytes, reader: SetReader) -> None:
     path.write_bytes(content.replace(b"}", b', "set_sha256": "%s"}' % whole["set_sha256"].encode()))
     with pytest.raises(DataError, match=r"best-fit-v\d-16\.json"):
         packing(BestFitPacking, reader, SetIndex(reader, Share()))
+
+
+def test_a_folder_that_cannot_be_written(reader: SetReader) -> None:
+    (reader.folder / "index").write_text("in the way")
+    with pytest.raises(DataError, match=r"cannot write the index .*best-fit"):
+        written(BestFitPacking, reader)
+
+
+def test_a_kill_while_writing_leaves_nothing_that_counts(reader: SetReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record comes last: arrays without one are built in memory, and written again."""
+    monkeypatch.setattr(index, "write_atomically", lambda path, content: None)
+    written(BestFitPacking, reader)
+    monkeypatch.undo()
+    assert list((reader.folder / "index").glob("*.npy"))
+    unused = SetIndex(reader, Share())
+    packing(BestFitPacking, reader, unused)
+    assert unused.built
+    assert written(BestFitPacking, reader).built
+    assert written(BestFitPacking, reader).built == []
