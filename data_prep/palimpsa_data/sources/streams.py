@@ -24,6 +24,8 @@ _BLOCK = 2**20
 # The densest zstd input expands some 30,000-fold, so blocks of it are small.
 _ZSTD_BLOCK = 2**12
 _GZIP_MAGIC, _ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+# Longer than any literal of JSON and what may come between a number's digits.
+_LOOK_AHEAD = 16
 _SPACE = re.compile(r"[ \t\r\n]*")
 _NEXT_ROW = re.compile(r"\}\s*,\s*(?=\{)")
 
@@ -208,15 +210,16 @@ class _ArrayReader:
                 return ""
 
     def _read_on(self, characters: int) -> bool:
-        """Drop what was read and take in at least so many more; False when there was nothing more."""
-        parts = [self._text[self._at :]]
+        """Drop what was read and take in at least so many more; False, and nothing changes, where there are no more."""
+        parts: list[str] = []
         taken = 0
         while taken < characters and not self._ended:
             block = next(self._blocks, None)
             self._ended = block is None
             parts.append(self._decoder.decode(block or b"", final=block is None))
             taken += len(parts[-1])
-        self._text, self._at = "".join(parts), 0
+        if taken:
+            self._text, self._at = "".join([self._text[self._at :], *parts]), 0
         return taken > 0
 
     def _element(self) -> dict[str, Any] | BadRow:
@@ -226,7 +229,7 @@ class _ArrayReader:
             except json.JSONDecodeError as error:
                 held, into = len(self._text) - self._at, error.pos - self._at
                 # A string without its end, or an error near the end of the window, may only need more text.
-                cut = error.msg.startswith("Unterminated string") or error.pos > len(self._text) - 16
+                cut = error.msg.startswith("Unterminated string") or error.pos > len(self._text) - _LOOK_AHEAD
                 if cut and held > MAX_ROW_BYTES:
                     return self._skip_broken(into, _too_large())
                 if cut and self._read_on(self._more(held)):
@@ -234,7 +237,7 @@ class _ArrayReader:
                 return self._skip_broken(into, BadRow("not JSON"))
             except (ValueError, RecursionError):
                 return self._skip_broken(1, BadRow("not JSON"))
-            if end == len(self._text) and self._read_on(_BLOCK):
+            if not isinstance(value, dict) and end > len(self._text) - _LOOK_AHEAD and self._read_on(_BLOCK):
                 continue  # a number may go on
             source = self._text[self._at : end]
             self._at = end
@@ -261,5 +264,5 @@ class _ArrayReader:
             self._at = max(self._at, len(self._text) - 64)
             if not self._read_on(_BLOCK):
                 end = self._text.rstrip()
-                self._at = len(end) - end.endswith("]")
+                self._at = max(self._at, len(end) - end.endswith("]"))
                 return row

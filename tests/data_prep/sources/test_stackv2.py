@@ -138,6 +138,7 @@ def test_bytes_that_are_not_in_their_encoding_are_counted(tmp_path: Path) -> Non
         (None, b"caf\xe9"),
         ("UTF-16LE", b"x"),
         ("Shift_JIS", b"\xff\xff"),
+        ("UTF-7", b"half a pair: +2D0-"),
         ("no-such-encoding", b"x"),
         ("EUC-TW", b"x"),
         ("hex", b"x"),

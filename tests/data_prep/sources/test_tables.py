@@ -109,6 +109,20 @@ def test_arrow_rows(tmp_path: Path, kind: str) -> None:
         list(arrow_rows(path, ["text"], seen.append))
 
 
+def test_huge_documents_side_by_side_are_not_held_twice(tmp_path: Path) -> None:
+    """The average row is small, so that all eight documents of 8 MB come in one batch."""
+    schema = pa.schema([("text", pa.string())])
+    path = tmp_path / "x.parquet"
+    texts = ["small"] * 1000 + [str(number) * 2**23 for number in range(8)]
+    pq.write_table(pa.table({"text": texts}, schema), path)
+    tracemalloc.start()
+    assert all(
+        row == {"text": text} for row, text in zip(parquet_rows(path, ["text"], lambda _: None), texts, strict=True)
+    )
+    assert tracemalloc.get_traced_memory()[1] < 24 * 2**20
+    tracemalloc.stop()
+
+
 def test_memory_is_bounded_by_rows_not_by_row_groups(tmp_path: Path) -> None:
     """One row group of 80 MB: ten times what is held at once."""
     path = tmp_path / "x.parquet"
