@@ -7,6 +7,7 @@ machines, may work on one output folder.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from palimpsa_data.errors import DataError
 from palimpsa_data.files import json_bytes, read_json, require_free_space, write_atomically
 from palimpsa_data.locks import BusyError, lock
 from palimpsa_data.pipeline import Done, write_input
-from palimpsa_data.plan import Plan, PrepJob, ShardInput, plan_of, save_plan
+from palimpsa_data.plan import Plan, PrepJob, ShardInput, plan_of, read_plan, save_plan
 from palimpsa_data.progress import Counters, Progress
 from palimpsa_data.shards import Manifest, ShardSpec, manifest_path, output_path
 from palimpsa_data.workers import Workers
@@ -58,16 +59,24 @@ def run_job(
     """
     started = time.monotonic()
     first, step = _checked_share(shard)
-    tokenizer = tokenizers.load(job.tokenizer, backend=job.backend)
-    plan = plan_of(job, tokenizer.info)
-    save_plan(job.output, plan)
-    if tokenizer.note:
-        say(tokenizer.note)
     mine = range(first, len(job.inputs), step)
-    stems = plan.stems(job.output)
-    _require_space(job, [index for index in mine if not manifest_path(stems[index]).exists()])
-    run = _Run(job, plan, list(mine), progress, say)
-    run.all_shards(processes, tokenizer, started)
+    with contextlib.ExitStack() as stack:
+        workers: Workers[tuple[int, bool], Outcome] | None = None
+        if min(processes, len(mine)) > 1:  # they load their tokenizers while this process loads its own
+            count = min(processes, len(mine))
+            workers = stack.enter_context(Workers(count, Counters.SIZE, start_worker, (job,)))
+        tokenizer = tokenizers.load(job.tokenizer, backend=job.backend)
+        plan = plan_of(job, tokenizer.info)
+        save_plan(job.output, plan)
+        if tokenizer.note:
+            say(tokenizer.note)
+        stems = plan.stems(job.output)
+        _require_space(job, [index for index in mine if not manifest_path(stems[index]).exists()])
+        run = _Run(job, list(mine), started, progress, say)
+        if workers is None:
+            run.here(plan, tokenizer)
+        else:
+            run.spread(workers)
     if run.failed:
         raise DataError(_failure(run.failed, len(mine)))
     done = {stems[index]: run.done[index] for index in mine}
@@ -101,53 +110,40 @@ class _Run:
     def __init__(
         self,
         job: PrepJob,
-        plan: Plan,
         mine: list[int],
+        started: float,
         progress: Callable[[Progress], None],
         say: Callable[[str], None],
     ) -> None:
         self.done: dict[int, Manifest] = {}
         self.failed: dict[int, str] = {}
         self.written = 0
-        self._job, self._plan, self._mine = job, plan, mine
+        self._job, self._mine, self._started = job, mine, started
         self._progress, self._say = progress, say
         self._busy: list[int] = []
         self._reported = 0.0
-
-    def all_shards(self, processes: int, tokenizer: tokenizers.Tokenizer, started: float) -> None:
-        self._started = started
         # The longest first, so that no process is left with a long one at the end.
-        order = sorted(self._mine, key=lambda index: (-self._job.inputs[index].bytes, index))
-        processes = min(processes, len(order))
-        if processes <= 1:
-            self._counters = Counters([0] * Counters.SIZE)
-            self._here(order, ShardWork(self._job, self._plan, tokenizer, self._counters, self._report))
-            return
-        workers: Workers[tuple[int, bool], Outcome]
-        with Workers(processes, Counters.SIZE, start_worker, (self._job, self._plan)) as workers:
-            self._counters = Counters(workers.counters)
-            self._spread(order, workers)
+        self._order = sorted(mine, key=lambda index: (-job.inputs[index].bytes, index))
 
-    def _here(self, order: list[int], work: ShardWork) -> None:
+    def here(self, plan: Plan, tokenizer: tokenizers.Tokenizer) -> None:
+        self._counters = Counters([0] * Counters.SIZE)
+        work = ShardWork(self._job, plan, tokenizer, self._counters, self._report)
         for wait in (False, True):
-            for index in order:
+            for index in self._order:
                 self._keep(index, work(index, wait))
-            order = self._waited_for()
+            self._order, self._busy = self._busy, []
         self._report(force=True)
 
-    def _spread(self, order: list[int], workers: Workers[tuple[int, bool], Outcome]) -> None:
+    def spread(self, workers: Workers[tuple[int, bool], Outcome]) -> None:
+        self._counters = Counters(workers.counters)
         for wait in (False, True):
-            for task, outcome in workers.map(deque((index, wait) for index in order), self._report):
+            for task, outcome in workers.map(deque((index, wait) for index in self._order), self._report):
                 if isinstance(outcome, str):
                     path = self._job.inputs[task[0]].path
                     outcome = Outcome(error=f"{path}: the process that prepared it ended: {outcome}")
                 self._keep(task[0], outcome)
-            order = self._waited_for()
+            self._order, self._busy = self._busy, []
         self._report(force=True)
-
-    def _waited_for(self) -> list[int]:
-        order, self._busy = self._busy, []
-        return order
 
     def _keep(self, index: int, outcome: Outcome) -> None:
         if outcome.busy:
@@ -256,11 +252,18 @@ class ShardWork:
         self._report()
 
 
-def start_worker(row: int, counters: Sequence[int], job: PrepJob, plan: Plan) -> Callable[[tuple[int, bool]], Outcome]:
-    """What a worker process does with each (shard, whether to wait for its lock)."""
+def start_worker(row: int, counters: Sequence[int], job: PrepJob) -> Callable[[tuple[int, bool]], Outcome]:
+    """What a worker process does with each (shard, whether to wait for its lock); the plan is there by then."""
     tokenizer = tokenizers.load(job.tokenizer, backend=job.backend)
-    work = ShardWork(job, plan, tokenizer, Counters(counters, row), lambda: None)
-    return lambda task: work(*task)
+    work: ShardWork | None = None
+
+    def prepare(task: tuple[int, bool]) -> Outcome:
+        nonlocal work
+        if work is None:
+            work = ShardWork(job, read_plan(job.output), tokenizer, Counters(counters, row), lambda: None)
+        return work(*task)
+
+    return prepare
 
 
 def input_sha256(entry: ShardInput, stem: Path) -> str:

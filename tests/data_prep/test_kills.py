@@ -101,14 +101,14 @@ def test_a_command_with_two_processes_killed_at_random_moments(tmp_path: Path) -
     start = time.monotonic()
     subprocess.run(command(tmp_path, tmp_path / "expected/set"), check=True, capture_output=True)
     duration = time.monotonic() - start
-    draw = random.Random(20)
+    draw = random.Random(10)
     kills = 0
-    for _ in range(20):
+    for _ in range(10):
         shutil.rmtree(tmp_path / "now", ignore_errors=True)
         kills += killed_command(command(tmp_path, tmp_path / "now/set"), draw.uniform(0, 1.1 * duration))
         subprocess.run(command(tmp_path, tmp_path / "now/set"), check=True, capture_output=True)
         assert content(tmp_path / "now/set") == content(tmp_path / "expected/set")
-    assert kills > 10
+    assert kills > 5
 
 
 def full_after(writes: int, job: PrepJob) -> None:

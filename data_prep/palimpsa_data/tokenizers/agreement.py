@@ -11,7 +11,7 @@ from palimpsa_data.tokenizers.base import Tokenizer
 from palimpsa_data.tokenizers.json_file import GigatokenTokenizer
 
 _PER_BATCH = 4
-_CHARACTERS = 1 << 15  # of a longer text only the beginning is compared
+_CHARACTERS = 1 << 13  # of a longer text only the beginning is compared
 
 
 class Agreement:
