@@ -82,7 +82,7 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_prep(commands: argparse._SubParsersAction) -> None:
-    from megatron_palimpsa.commands import prep_needles, prep_sets, prep_sources
+    from megatron_palimpsa.commands import prep_needles, prep_sets, prep_sources, prep_tokenizer
 
     prep = commands.add_parser(
         "prep",
@@ -90,6 +90,7 @@ def _add_prep(commands: argparse._SubParsersAction) -> None:
         description="Make shard sets, blends and a tokenizer from text; what is there already is verified and kept.",
     )
     recipes = prep.add_subparsers(title="what to prepare", metavar="WHAT", required=True)
+    prep_tokenizer.add(recipes)
     prep_sources.add(recipes)
     prep_needles.add(recipes)
     prep_sets.add(recipes)
