@@ -19,6 +19,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ..
     """What the hub was asked for; it holds ten documents in three files."""
     asked: list[tuple[Any, ...]] = []
     rows = datasets.Dataset.from_dict({"text": [f"document {n}" for n in range(10)], "extra": list(range(10))})
+    rows.info.download_size = 301
 
     def load_dataset(name: str, config: str | None, *, split: str, streaming: bool, revision: str) -> Any:
         asked.append((name, config, split, streaming, revision))
@@ -34,7 +35,10 @@ def test_a_hub_name_is_as_many_inputs_as_it_has_files(asked: list[tuple[Any, ...
     found = find_inputs(["org/name:sample-10BT"])
     assert [item.name for item in found] == [f"org/name:sample-10BT/0000{n}-of-00003" for n in range(3)]
     assert len({item.sha256() for item in found}) == 3
-    documents = [list(read(item, FineWebOptions(), lambda _: None)) for item in found]
+    assert [item.bytes for item in found] == [100] * 3
+    done: list[int] = []
+    documents = [list(read(item, FineWebOptions(), done.append)) for item in found]
+    assert done == [100] * 3
     assert [item for part in documents for item in part] == [
         Document(f"document {n}", "name:sample-10BT") for n in range(10)
     ]

@@ -195,6 +195,22 @@ def test_a_row_that_memory_could_not_hold_is_left_out(tmp_path: Path, monkeypatc
         assert read(path) == [{"n": 1}, BadRow("row larger than 1 MiB"), {"n": 2}]
 
 
+def test_a_large_row_is_not_parsed_over_and_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_BLOCK", 1000)
+    attempts = 0
+    decode = json.JSONDecoder.raw_decode
+
+    def counted(self: Any, text: str, at: int) -> Any:
+        nonlocal attempts
+        attempts += 1
+        return decode(self, text, at)
+
+    monkeypatch.setattr(json.JSONDecoder, "raw_decode", counted)
+    large = {"text": "x" * 2**20}
+    assert list(array_rows(blocks(json.dumps([large]).encode(), 1000))) == [large]
+    assert attempts < 15
+
+
 @windows
 def test_random_arrays_equal_json_loads(window: int) -> None:
     noise = random.Random(1)
