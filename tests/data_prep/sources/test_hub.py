@@ -19,11 +19,12 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, ..
     """What the hub was asked for; it holds ten documents in three files."""
     asked: list[tuple[Any, ...]] = []
     rows = datasets.Dataset.from_dict({"text": [f"document {n}" for n in range(10)], "extra": list(range(10))})
-    rows.info.download_size = 301
 
     def load_dataset(name: str, config: str | None, *, split: str, streaming: bool, revision: str) -> Any:
         asked.append((name, config, split, streaming, revision))
-        return rows.to_iterable_dataset(num_shards=3)
+        dataset = rows.to_iterable_dataset(num_shards=3)
+        dataset.info.download_size = 301
+        return dataset
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda self, name: types.SimpleNamespace(sha="abc"))
