@@ -39,7 +39,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"megatron-palimpsa: error: {error}", file=sys.stderr)
         return ExitCode.FILE_FAILED
     except KeyboardInterrupt:
-        print("megatron-palimpsa: interrupted; the last checkpoint stays", file=sys.stderr)
+        print(
+            "megatron-palimpsa: interrupted; what was saved stays, the same command goes on from there", file=sys.stderr
+        )
         return ExitCode.INTERRUPTED
 
 

@@ -41,7 +41,7 @@ def _document(row: dict[str, Any], source: Input, options: FineWebOptions) -> Do
             return Skipped("no score")
         if not score >= options.min_score:
             return Skipped(f"score below {options.min_score}")
-    if options.languages and row.get("language") not in options.languages:
+    if options.languages and not _is_among(row.get("language"), options.languages):
         return Skipped(f"language is not {' or '.join(options.languages)}")
     if options.min_language_score is not None:
         score = row.get("language_score")
@@ -51,3 +51,7 @@ def _document(row: dict[str, Any], source: Input, options: FineWebOptions) -> Do
             return Skipped(f"language score below {options.min_language_score}")
     dump = row.get("dump")
     return document(text, dump if isinstance(dump, str) and dump else source.stem, options)
+
+
+def _is_among(language: Any, wanted: tuple[str, ...]) -> bool:
+    return isinstance(language, str) and language.casefold() in (code.casefold() for code in wanted)

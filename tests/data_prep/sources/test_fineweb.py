@@ -30,7 +30,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
         ({}, {}),
         ({"min_score": 3}, {"Low.": "score below 3", "Unscored.": "no score"}),
         ({"languages": ("en",)}, {"Ein Satz über Öfen.": "language is not en"}),
-        ({"languages": ("en", "de")}, {}),
+        ({"languages": ("EN", "de")}, {}),
         (
             {"min_language_score": 0.9},
             {"Ein Satz über Öfen.": "language score below 0.9", "Unscored.": "no language score"},
