@@ -11,7 +11,6 @@ from helpers.data_fixtures import fineweb_row, stack_file, write_fineweb, write_
 from helpers.runs import run, write_stage
 from palimpsa_data.demo_sources import Sources
 from palimpsa_data.sets import read_set
-from palimpsa_data.tokenizers import train_json
 
 from megatron_palimpsa.training.metrics import read_records
 
@@ -25,7 +24,7 @@ def texts(sources: Sources, kind: str, count: int) -> list[str]:
 
 
 def write_samples(folder: Path) -> None:
-    """FineWeb-Edu's rows in two files, The Stack v2's repositories with nested files in two; a tokenizer of both."""
+    """FineWeb-Edu's rows in two files, The Stack v2's repositories with nested files in two; a tokenizer."""
     sources = Sources()
     prose, code = texts(sources, "prose", 240), texts(sources, "code", 240)
     for number in range(2):
@@ -36,7 +35,8 @@ def write_samples(folder: Path) -> None:
             {"repo_name": f"group/{first}", "files": files[first : first + 10]} for first in range(0, len(files), 10)
         ]
         write_parquet(folder / "stack" / f"train-{number:05d}.parquet", repositories)
-    (folder / "tokenizer.json").write_bytes(train_json([*prose, *code], 600))
+    tokenizer = ["--output", folder / "tokenizer.json", "--vocab-size", "600"]
+    succeed("prep", "tokenizer", folder / "fineweb", *tokenizer)
 
 
 def succeed(*arguments: str | Path, ranks: int = 1) -> str:

@@ -184,8 +184,10 @@ def _dump(arguments: argparse.Namespace) -> int:
     if not arguments.what.is_dir():
         print(_dump_sequence(arguments))
         return 0
-    if arguments.tokenizer is None:
-        raise ConfigError(f"{arguments.what} is a set: name the tokenizer that it was made with, --tokenizer FILE")
+    if arguments.tokenizer is None or arguments.overrides:
+        raise ConfigError(
+            f"{arguments.what} is a set: it takes --tokenizer FILE, that it was made with, and no KEY=VALUE"
+        )
     print(dump_document(arguments.what, arguments.number, tokenizers.load(arguments.tokenizer, backend="huggingface")))
     return 0
 
@@ -194,6 +196,8 @@ def _dump_sequence(arguments: argparse.Namespace) -> str:
     from megatron_palimpsa.config import load_stage
     from megatron_palimpsa.training.dump import dump_sequence
 
+    if arguments.tokenizer is not None:
+        raise ConfigError(f"{arguments.what} is a stage: its tokenizer is data.tokenizer, not --tokenizer")
     return dump_sequence(load_stage(arguments.what, arguments.overrides), arguments.number)
 
 

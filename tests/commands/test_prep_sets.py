@@ -352,6 +352,8 @@ def test_dump_shows_a_sequence_as_training_gets_it(config: Path, capsys: pytest.
     [
         (lambda work: [work / "whole", 60, "--tokenizer", work / "tokenizer.json"], "documents 0 to 59, no 60"),
         (lambda work: [work / "whole", 0], "--tokenizer"),
+        (lambda work: [work / "whole", 0, "seed=1", "--tokenizer", work / "tokenizer.json"], "no KEY=VALUE"),
+        (lambda work: [work / "stage.yaml", 0, "--tokenizer", work / "tokenizer.json"], "data.tokenizer"),
         (lambda work: [work / "whole", 0, "--tokenizer", write_tokenizer(work / "o", 310)], "another tokenizer"),
         (lambda work: [work / "nowhere", 0], "nowhere"),
     ],
