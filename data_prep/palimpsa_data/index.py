@@ -24,6 +24,15 @@ FORMAT = 1
 _REMEDY = "remove the folder and run `prep index` again"
 
 
+def find_index_problems(folder: Path) -> list[str]:
+    """What is wrong with the index of an intact set; empty where all is well, or there is none."""
+    try:
+        SetIndex(SetReader(folder, checksums=False), Share())
+    except DataError as error:
+        return [str(error)]
+    return []
+
+
 class SetIndex:
     """An `Arrays` of one set (see `palimpsa_data.packing`); `built` names what had to be built in memory or written.
 

@@ -49,7 +49,7 @@ def _add_verify(commands: argparse._SubParsersAction) -> None:
         "verify",
         help="read every byte of sets and compare it with what was written",
         description="Read every byte of each set: checksums, sizes, indices, ids against the vocabulary, manifests "
-        "against set.json. Each shard that is not as it should be is one line; exit code 2 where there are any.",
+        "against set.json, and what `prep index` wrote. Each shard that is not as it should be is one line; exit code 2 where there are any.",
     )
     verify.add_argument("folders", nargs="+", type=Path, metavar="SET", help="folder of a set")
     verify.add_argument("--tokenizer", type=Path, metavar="FILE", help="the tokenizer they are to have been made with")
@@ -122,6 +122,7 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    from palimpsa_data.index import find_index_problems
     from palimpsa_data.sets import find_problems, read_set
 
     from megatron_palimpsa.training.exit_codes import ExitCode
@@ -129,7 +130,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     sha256 = _tokenizer_sha256(arguments.tokenizer)
     failed = 0
     for folder in arguments.folders:
-        problems = find_problems(folder, sha256)
+        problems = find_problems(folder, sha256) or find_index_problems(folder)
         if not problems:
             info = read_set(folder)
             print(f"{folder}: intact, {len(info.shards)} shards, {info.documents:,} documents, {info.tokens:,} tokens")

@@ -314,6 +314,15 @@ def test_index_is_written_once(config: Path, work: Path, capsys: pytest.CaptureF
     assert before == {path: path.stat().st_mtime_ns for path in (work / "whole" / "index").iterdir()}
 
 
+def test_verify_reads_the_index_too(config: Path, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("index", config) == 0
+    assert call("verify", work / "whole") == 0
+    path = next((work / "whole" / "index").glob("*.segments.npy"))
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    assert call("verify", work / "whole") == 2
+    assert f"{path}: content differs" in capsys.readouterr().out
+
+
 def test_index_checks_the_data(config: Path, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = work / "pairs" / "pairs-00000-of-00001.bin"
     path.write_bytes(path.read_bytes()[:-2])
