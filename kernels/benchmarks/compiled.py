@@ -2,8 +2,9 @@
 
 usage: python kernels/benchmarks/compiled.py [sm_80 sm_90 sm_100]
 
-One JSON object a line: kernel, target, registers, spilled (instructions that touch local memory) and, for the two
-elementwise loops, instructions per state element and token in the innermost loop that holds the reciprocals.
+One JSON object a line: kernel, target, registers, spilled (instructions that touch local memory), instructions in all
+and, for the two elementwise loops, instructions per state element and token in the innermost loop that holds the
+reciprocals. Limits stand in tests/kernels_triton/thresholds.toml.
 """
 
 import collections
@@ -16,9 +17,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
-from palimpsa_kernels.triton import activations, adjoint, conv, decay, incoming, norm, readout, ssd, states, step
+from palimpsa_kernels.triton import (
+    activations,
+    adjoint,
+    conv,
+    decay,
+    incoming,
+    norm,
+    readout,
+    ssd,
+    states,
+    step,
+    targets,
+)
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -28,7 +42,24 @@ K, V = 128, 64
 CHANNELS = 80 * V
 TYPES = {
     **dict.fromkeys(
-        ["k", "q", "v", "beta", "dy", "y", "dv", "dbeta", "dv_parts", "dbeta_parts", "dq", "x", "weight", "bias", "dx"],
+        [
+            "triangle",
+            "k",
+            "q",
+            "v",
+            "beta",
+            "dy",
+            "y",
+            "dv",
+            "dbeta",
+            "dv_parts",
+            "dbeta_parts",
+            "dq",
+            "x",
+            "weight",
+            "bias",
+            "dx",
+        ],
         "*bf16",
     ),
     **dict.fromkeys(["dt", "logits", "value", "dvalue", "ddt", "dlogits", "z", "dz", "out"], "*bf16"),
@@ -41,6 +72,7 @@ INTEGERS = [
     "first_chunk",
     "size",
     "slots",
+    "span_slots",
     "H",
     "G",
     "heads_per_group",
@@ -52,6 +84,7 @@ INTEGERS = [
     "stride",
     "stride_q",
     "stride_k",
+    "stride_qk",
     "stride_v",
     "stride_beta",
     "stride_dy",
@@ -72,13 +105,22 @@ class Configuration:
 
 def configurations(target: str) -> dict[str, Configuration]:
     """As launched on the target for bf16 inputs of the 2.7B shape, H = 80, G = 1."""
-    block_k, block_v = adjoint.tile_of(K, V)
+    block_k, block_v = adjoint.tile_of(K, V, TARGETS[target])
+    key_tile, key_tail = readout.key_tiles(K)
+    value_tile = readout.ELEMENTS // triton.next_power_of_2(K)
     parts_k = triton.cdiv(K, block_k)
     shared = {"q": "*fp32", "k": "*fp32"}
-    parts = dict.fromkeys(("dq_parts", "dk_parts", "dv_parts", "dbeta_parts"), "*bf16")
-    incoming_options = {"K": K, "V": V, "BLOCK_T": incoming.BLOCK_T, "BLOCK_K": K, "BLOCK_V": V}
-    incoming_options |= {"STAGES": 2 if TARGETS[target] >= 90 else 1}
+    parts = dict.fromkeys(("row_parts", "dv_parts", "dbeta_parts"), "*bf16")
+    number = TARGETS[target]
+    incoming_options = {"K": K, "V": V, "BLOCK_K": K, "BLOCK_V": V, "HAS_INITIAL": False, "OPERAND": tl.bfloat16}
+    incoming_options |= {
+        "BLOCK_T": targets.incoming_block_t(number, K, torch.bfloat16),
+        "STAGES": targets.incoming_stages(number, torch.bfloat16, one_block=True),
+    }
     ssd_options = {"K": K, "V": V, "BLOCK_T": ssd.CHUNK, "BLOCK_K": K, "BLOCK_V": V, "OPERAND": tl.bfloat16}
+    ssd_options |= {"SUM": tl.float32}
+    gradient_options = targets.ssd_gradient_options(number, V)
+    gradient_warps = gradient_options.pop("num_warps")
     state_options = {"K": K, "V": V, "BLOCK_K": K, "BLOCK_V": V, "BLOCK_T": states.BLOCK_T, "SPLIT": True}
     passing = {"SIZE": K * V, "BLOCK": 1024, "HAS_INITIAL": False, "HAS_FINAL": False}
     filtering = {"W": 4, "SILU": True, "HAS_BIAS": True, "HAS_INITIAL": False}
@@ -91,19 +133,19 @@ def configurations(target: str) -> dict[str, Configuration]:
     return {
         "readout": Configuration(
             readout.readout_kernel,
-            {"K": K, "V": V, "BLOCK_K": K, "BLOCK_V": readout.ELEMENTS // K, "HAS_INITIAL": False}
-            | {"STAGES": readout.STAGES},
+            {"K": K, "V": V, "BLOCK_K": key_tile, "TAIL_K": key_tail, "BLOCK_V": value_tile, "HAS_INITIAL": False}
+            | {"EVEN": True, "PAIRS": True, "STAGES": readout.STAGES},
             1,
             shared,
             readout.ELEMENTS // 32,
         ),
         "adjoint": Configuration(
             adjoint.adjoint_kernel,
-            {"K": K, "V": V, "BLOCK_K": block_k, "BLOCK_V": block_v, "GROUP": decay.GROUP, "HAS_INITIAL": False}
+            {"K": K, "V": V, "BLOCK_K": block_k, "BLOCK_V": block_v, "HAS_INITIAL": False, "EXACT": False, "EVEN": True}
             | {"PRIOR_GRADIENT": False, "STAGES": adjoint.STAGES, "DENSE_STAGES": adjoint.DENSE_STAGES},
             1,
             shared | parts,
-            adjoint.ELEMENTS // 32,
+            block_k * block_v // 32,
         ),
         "chunk states": Configuration(states.chunk_state_kernel, state_options | {"IMPORTANCE": True}, 8, {}),
         "pass states": Configuration(states.pass_states_kernel, passing | {"STATES": 2}, 4, {}),
@@ -114,28 +156,37 @@ def configurations(target: str) -> dict[str, Configuration]:
             1,
             {},
         ),
-        "incoming": Configuration(
+        "incoming, M": Configuration(
             incoming.incoming_kernel,
-            incoming_options
-            | {
-                "PARTS_K": parts_k,
-                "KIND": 1,
-                "STATES": 2,
-                "BEFORE": False,
-                "HAS_INITIAL": False,
-                "OPERAND": tl.bfloat16,
-            },
+            incoming_options | {"PARTS_K": parts_k, "KIND": 0, "STATES": 2, "BEFORE": False},
             8,
             {},
         ),
+        "incoming, Ibar": Configuration(
+            incoming.incoming_kernel,
+            incoming_options | {"PARTS_K": parts_k, "KIND": 1, "STATES": 2, "BEFORE": False},
+            8,
+            {},
+        ),
+        "ssd states before": Configuration(
+            incoming.incoming_kernel,
+            incoming_options | {"PARTS_K": 1, "KIND": 0, "STATES": 1, "BEFORE": True},
+            8,
+            {"adjoints": "*bf16"},
+        ),
         "ssd readout": Configuration(
-            ssd.ssd_readout_kernel,
-            ssd_options | {"HAS_INITIAL": False, "SUM": tl.float32},
+            ssd.ssd_readout_kernel, ssd_options | {"HAS_INITIAL": False}, 4, {"states": "*bf16"}, stages=2
+        ),
+        "ssd gradient": Configuration(
+            ssd.ssd_gradient_kernel, ssd_options | gradient_options, gradient_warps, {}, stages=2
+        ),
+        "ssd query and key": Configuration(
+            ssd.ssd_query_key_gradient_kernel,
+            {name: ssd_options[name] for name in ("K", "BLOCK_T", "BLOCK_K", "OPERAND")},
             4,
-            {"states": "*bf16"},
+            {"dk": "*bf16", "dq_parts": "*fp32", "dk_parts": "*fp32"},
             stages=2,
         ),
-        "ssd gradient": Configuration(ssd.ssd_gradient_kernel, ssd_options | {"SUM": tl.float32}, 4, {}, stages=2),
         "step": Configuration(
             step.step_kernel,
             {"K": K, "V": V, "BLOCK_K": K, "BLOCK_V": step.ELEMENTS // K, "IMPORTANCE": True},
@@ -211,6 +262,7 @@ def report(name: str, configuration: Configuration, target: str) -> dict[str, An
         "target": target,
         "registers": int(registers[1]) if registers else None,
         "spilled": counted["LDL"] + counted["STL"],
+        "instructions": len(code),
     }
     if configuration.loop_elements:
         loop = smallest_loop(code, configuration.loop_elements)

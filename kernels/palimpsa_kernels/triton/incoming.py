@@ -12,8 +12,8 @@ from torch import Tensor
 
 from palimpsa_kernels.triton.chunks import Chunks
 from palimpsa_kernels.triton.primitives import chunk_bounds, chunk_document, matrix_dtype
+from palimpsa_kernels.triton.targets import capability, incoming_block_t, incoming_stages
 
-BLOCK_T = 64
 HEADS_PER_PROGRAM = 32
 
 
@@ -36,68 +36,74 @@ def incoming_kernel(
 ):  # fmt: skip
     # KIND 0 is M; 1 is Ibar, where v stands for beta and keys are squared.
     # BEFORE: the roles are q, dy and the states before the chunks instead of k, v and the incoming adjoints.
+    # Pointers move to the chunk and group once; offsets inside of them are 32 bits wide.
     chunk = tl.program_id(0).to(tl.int64)
     group = tl.program_id(2) // splits
     split = tl.program_id(2) % splits
     start, end = chunk_bounds(table, chunk)
     document, first = chunk_document(table, chunk)
-    base = start + tl.program_id(1) * BLOCK_T
-    if base < end:
-        t = base + tl.arange(0, BLOCK_T)
-        inside = t < end
+    start += tl.program_id(1) * BLOCK_T
+    length = (end - start).to(tl.int32)
+    if length > 0:
+        i = tl.arange(0, BLOCK_T)
+        inside = i < length
         offs_k = tl.arange(0, BLOCK_K)
         inside_k = offs_k < K
-        key = tl.load(
-            k + t[:, None] * stride_k + group * K + offs_k[None, :],
-            mask=inside[:, None] & inside_k[None, :], other=0.0,
-        ).to(tl.float32)  # fmt: skip
+        mask_k = inside[:, None] & inside_k[None, :]
+        rows_k = (k + start * stride_k + group * K) + i[:, None] * stride_k + offs_k[None, :]
+        key = tl.load(rows_k, mask=mask_k, other=0.0).to(tl.float32)
         factor = key * key if KIND == 1 else key
         factor_operand = factor.to(OPERAND)
         factor_low = (factor - factor_operand.to(tl.float32)).to(OPERAND)
         dk = tl.zeros([BLOCK_T, BLOCK_K], tl.float32)
         heads_per_group = H // G
+        first_head = group * heads_per_group
+        v += start * stride_v + first_head * V
+        dv += (start * H + first_head) * V
+        dv_parts += (start * H + first_head) * PARTS_K * V
+        to_end += start * H + first_head
+        inner += start * H + first_head
+        adjoints += (((chunk - BEFORE) * STATES + KIND) * H + first_head) * K * V
+        initial += ((document * STATES + KIND) * H + first_head) * K * V
         for h in tl.range(split, heads_per_group, splits, num_stages=STAGES):
-            head = group * heads_per_group + h
-            decay = tl.exp(tl.load(to_end + t * H + head, mask=inside, other=-float("inf")))[:, None]
+            decay = tl.exp(tl.load(to_end + i * H + h, mask=inside, other=-float("inf")))[:, None]
             product = tl.zeros([BLOCK_T], tl.float32)
             if KIND == 1:
-                product += tl.load(inner + t * H + head, mask=inside, other=0.0)
+                product += tl.load(inner + i * H + h, mask=inside, other=0.0)
             for base_v in range(0, V, BLOCK_V):
                 offs_v = base_v + tl.arange(0, BLOCK_V)
                 inside_v = offs_v < V
                 mask_v = inside[:, None] & inside_v[None, :]
-                within = (KIND * H + head) * K * V + offs_k[:, None] * V + offs_v[None, :]
                 mask = inside_k[:, None] & inside_v[None, :]
+                state_at = (adjoints + h * K * V) + offs_k[:, None] * V + offs_v[None, :]
                 if BEFORE:
-                    adjoint = tl.load(
-                        adjoints + (chunk - 1) * STATES * H * K * V + within, mask=mask & (first == 0), other=0.0
-                    ).to(tl.float32)
+                    adjoint = tl.load(state_at, mask=mask & (first == 0), other=0.0).to(tl.float32)
                     if HAS_INITIAL:
-                        given = initial + document * STATES * H * K * V + within
+                        given = (initial + h * K * V) + offs_k[:, None] * V + offs_v[None, :]
                         adjoint += tl.load(given, mask=mask & (first == 1), other=0.0)
                 else:
-                    adjoint = tl.load(adjoints + chunk * STATES * H * K * V + within, mask=mask, other=0.0)
-                value = tl.load(
-                    v + t[:, None] * stride_v + head * V + offs_v[None, :], mask=mask_v, other=0.0
-                ).to(tl.float32)  # fmt: skip
+                    adjoint = tl.load(state_at, mask=mask, other=0.0)
+                value_at = (v + h * V) + i[:, None] * stride_v + offs_v[None, :]
+                value = tl.load(value_at, mask=mask_v, other=0.0).to(tl.float32)
+                dk = tl.dot((value * decay).to(OPERAND), tl.trans(adjoint.to(OPERAND)), dk, input_precision="tf32x3")
                 # Also summed to log_alpha's gradient, where terms can cancel: as exact as the inputs allow.
                 dv_tile = double_dot(factor_operand, adjoint, OPERAND)
                 if KIND == 1 and tl.bfloat16 == OPERAND:
                     dv_tile = tl.dot(factor_low, adjoint.to(OPERAND), dv_tile)
                 dv_tile *= decay
-                dk = tl.dot((value * decay).to(OPERAND), tl.trans(adjoint.to(OPERAND)), dk, input_precision="tf32x3")
                 product += tl.sum(value * dv_tile, axis=1)
                 if not BEFORE:
-                    at = (t[:, None] * H + head) * V + offs_v[None, :]
-                    at_parts = (t[:, None] * H + head) * PARTS_K * V + offs_v[None, :]
+                    part_at = (dv_parts + h * PARTS_K * V) + i[:, None] * (H * PARTS_K * V) + offs_v[None, :]
                     for part in tl.static_range(PARTS_K):
-                        dv_tile += tl.load(dv_parts + at_parts + part * V, mask=mask_v, other=0.0).to(tl.float32)
-                    tl.store(dv + at, dv_tile.to(dv.dtype.element_ty), mask=mask_v)
-            tl.store(inner + t * H + head, product, mask=inside)
+                        dv_tile += tl.load(part_at + part * V, mask=mask_v, other=0.0).to(tl.float32)
+                    dv_at = (dv + h * V) + i[:, None] * (H * V) + offs_v[None, :]
+                    tl.store(dv_at, dv_tile.to(dv.dtype.element_ty), mask=mask_v)
+            tl.store(inner + i * H + h, product, mask=inside)
         if KIND == 1:
-            dk *= 2 * key
-        at = ((split.to(tl.int64) * tokens + t[:, None]) * G + group) * K + offs_k[None, :]
-        tl.store(dk_parts + at, dk, mask=inside[:, None] & inside_k[None, :])
+            # Loaded again rather than held in registers during the loop.
+            dk *= 2 * tl.load(rows_k, mask=mask_k, other=0.0).to(tl.float32)
+        rows = dk_parts + ((split.to(tl.int64) * tokens + start) * G + group) * K
+        tl.store(rows + i[:, None] * (G * K) + offs_k[None, :], dk, mask=mask_k)
 
 
 @triton.jit
@@ -165,19 +171,17 @@ def launch_incoming(
     heads, value_dim = v.shape[2:]
     block_k = max(16, triton.next_power_of_2(key_dim))
     block_v = max(16, min(64 if block_k <= 128 else 32, triton.next_power_of_2(value_dim)))
-    # Wide keys in fp32 fill the shared memory.
-    block_t = BLOCK_T if block_k <= 128 or v.dtype == torch.bfloat16 else BLOCK_T // 2
+    target = capability(v.device)
+    block_t = incoming_block_t(target, block_k, v.dtype)
     splits = len(dk)
     grid = (chunks.places, triton.cdiv(chunks.size, block_t), groups * splits)
-    # Prefetching the next head takes the shared memory of a Hopper or later.
-    prefetch = value_dim <= block_v and v.dtype == torch.bfloat16 and v.is_cuda
-    stages = 2 if prefetch and torch.cuda.get_device_capability(v.device)[0] >= 9 else 1
     incoming_kernel[grid](
         k, v, decay, chunks.table, adjoints, adjoints if initial is None else initial, dv_parts, dv, dk, inner,
         batch * tokens, splits, heads, groups, k.stride(1), v.stride(1),
         K=key_dim, V=value_dim, PARTS_K=dv_parts.shape[3] if dv_parts.dim() == 5 else 1, BLOCK_T=block_t,
         BLOCK_K=block_k, BLOCK_V=block_v, KIND=kind, STATES=adjoints.shape[1], BEFORE=before,
-        HAS_INITIAL=initial is not None, OPERAND=matrix_dtype(v.dtype), STAGES=stages, num_warps=8,
+        HAS_INITIAL=initial is not None, OPERAND=matrix_dtype(v.dtype), num_warps=8,
+        STAGES=incoming_stages(target, v.dtype, one_block=value_dim <= block_v),
     )  # fmt: skip
 
 

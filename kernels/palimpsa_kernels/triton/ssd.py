@@ -8,6 +8,7 @@ Programs take a chunk and several heads of a group, so that q . k and the gradie
 formed once for all of them.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -21,25 +22,23 @@ from palimpsa_kernels.triton.incoming import add_incoming, decay_gradient, launc
 from palimpsa_kernels.triton.palimpsa import tokens_adjacent
 from palimpsa_kernels.triton.primitives import chunk_bounds, chunk_document, matrix_dtype
 from palimpsa_kernels.triton.states import chunk_states, pass_adjoints, pass_states, to_internal, to_public
+from palimpsa_kernels.triton.targets import capability, ssd_gradient_options
 
 CHUNK = 64
 MAX_SPLITS = 8
 
 
 @triton.jit
-def chunk_tile(pointer, t, inside, stride, head, offs, width):
-    at = t[:, None] * stride + head * width + offs[None, :]
-    return tl.load(pointer + at, mask=inside[:, None] & (offs < width)[None, :], other=0.0)
+def chunk_tile(pointer, i, length, stride, offs, width):
+    """Rows of a chunk whose first token is at `pointer`; offsets inside of a chunk are 32 bits wide."""
+    at = pointer + i[:, None] * stride + offs[None, :]
+    return tl.load(at, mask=(i < length)[:, None] & (offs < width)[None, :], other=0.0)
 
 
 @triton.jit
-def decay_matrix(log_alpha, t, inside, head, H, SUM: tl.constexpr):
-    """exp(c_t - c_s) for s <= t, else 0; and c. Differences in SUM, so that strong decays before do not round them."""
-    step = tl.load(log_alpha + t * H + head, mask=inside, other=0.0).to(SUM)
-    c = tl.cumsum(step, 0)
-    past = (t[:, None] >= t[None, :]) & inside[:, None]
-    between = tl.where(past, (c[:, None] - c[None, :]).to(tl.float32), -float("inf"))
-    return tl.exp(between), c.to(tl.float32)
+def chunk_log_decay(log_alpha, i, length, H, SUM: tl.constexpr):
+    """c_t in SUM: differences of it must not be rounded by strong decays before them."""
+    return tl.cumsum(tl.load(log_alpha + i * H, mask=i < length, other=0.0).to(SUM), 0)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -52,89 +51,147 @@ def ssd_readout_kernel(
     group = tl.program_id(1) // splits
     start, end = chunk_bounds(table, chunk)
     document, first = chunk_document(table, chunk)
-    if start < end:
-        t = start + tl.arange(0, BLOCK_T)
-        inside = t < end
+    length = (end - start).to(tl.int32)
+    if length > 0:
+        i = tl.arange(0, BLOCK_T)
         offs_k = tl.arange(0, BLOCK_K)
-        query = chunk_tile(q, t, inside, stride_q, group, offs_k, K).to(OPERAND)
-        key = chunk_tile(k, t, inside, stride_k, group, offs_k, K).to(OPERAND)
-        scores = tl.dot(query, tl.trans(key), input_precision="tf32x3")
         heads_per_group = H // G
+        query = chunk_tile(q + start * stride_q + group * K, i, length, stride_q, offs_k, K).to(OPERAND)
+        key = chunk_tile(k + start * stride_k + group * K, i, length, stride_k, offs_k, K).to(OPERAND)
+        scores = tl.dot(query, tl.trans(key), input_precision="tf32x3")
+        v += start * stride_v
+        y += start * H * V
+        log_alpha += start * H
         for h in range(tl.program_id(1) % splits, heads_per_group, splits):
             head = group * heads_per_group + h
-            decay, c = decay_matrix(log_alpha, t, inside, head, H, SUM)
-            weights = (scores * decay).to(OPERAND)
+            c = chunk_log_decay(log_alpha + head, i, length, H, SUM)
+            past = (i[:, None] >= i[None, :]) & (i < length)[:, None]
+            between = tl.where(past, (c[:, None] - c[None, :]).to(tl.float32), -float("inf"))
+            weights = (scores * tl.exp(between)).to(OPERAND)
+            decay = tl.exp(c.to(tl.float32))[:, None]
             for base_v in range(0, V, BLOCK_V):
                 offs_v = base_v + tl.arange(0, BLOCK_V)
                 mask = (offs_k < K)[:, None] & (offs_v < V)[None, :]
                 within = head * K * V + offs_k[:, None] * V + offs_v[None, :]
-                before = tl.load(states + (chunk - 1) * H * K * V + within, mask=mask & (first == 0), other=0.0).to(
-                    tl.float32
-                )
+                before = tl.load(
+                    states + (chunk - 1) * H * K * V + within, mask=mask & (first == 0), other=0.0
+                ).to(tl.float32)  # fmt: skip
                 if HAS_INITIAL:
-                    before += tl.load(
-                        initial + document * H * K * V + within, mask=mask & (first == 1), other=0.0
-                    )  # fmt: skip
-                out = tl.dot(query, before.to(OPERAND), input_precision="tf32x3") * tl.exp(c)[:, None]
-                value = chunk_tile(v, t, inside, stride_v, head, offs_v, V).to(OPERAND)
+                    given = initial + document * H * K * V + within
+                    before += tl.load(given, mask=mask & (first == 1), other=0.0)
+                out = tl.dot(query, before.to(OPERAND), input_precision="tf32x3") * decay
+                value = chunk_tile(v + head * V, i, length, stride_v, offs_v, V).to(OPERAND)
                 out = tl.dot(weights, value, out, input_precision="tf32x3") * scale
-                at = (t[:, None] * H + head) * V + offs_v[None, :]
-                tl.store(y + at, out.to(y.dtype.element_ty), mask=inside[:, None] & (offs_v < V)[None, :])
+                at = (y + head * V) + i[:, None] * (H * V) + offs_v[None, :]
+                tl.store(at, out.to(y.dtype.element_ty), mask=(i < length)[:, None] & (offs_v < V)[None, :])
 
 
-@triton.jit(do_not_specialize=["tokens", "splits"])
+@triton.jit(do_not_specialize=["splits"])
 def ssd_gradient_kernel(
-    q, k, v, dy, log_alpha, table, dq_parts, dk_parts, dv, dlog_alpha, tokens, splits, H, G,
+    q, k, v, dy, log_alpha, table, triangle, d_scores_parts, dv, dlog_alpha, splits, H, G,
     stride_q, stride_k, stride_v, stride_dy,
     K: tl.constexpr, V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    OPERAND: tl.constexpr, SUM: tl.constexpr,
+    OPERAND: tl.constexpr, SUM: tl.constexpr, TRIANGLE: tl.constexpr,
 ):  # fmt: skip
+    # Matrices of pairs of tokens hold keys in rows and queries in columns, so that the weights need no transposition.
     chunk = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) // splits
     split = tl.program_id(1) % splits
     start, end = chunk_bounds(table, chunk)
-    if start < end:
-        t = start + tl.arange(0, BLOCK_T)
-        inside = t < end
+    length = (end - start).to(tl.int32)
+    if length > 0:
+        i = tl.arange(0, BLOCK_T)
+        inside = i < length
         offs_k = tl.arange(0, BLOCK_K)
-        query = chunk_tile(q, t, inside, stride_q, group, offs_k, K).to(OPERAND)
-        key = chunk_tile(k, t, inside, stride_k, group, offs_k, K).to(OPERAND)
-        scores = tl.dot(query, tl.trans(key), input_precision="tf32x3")
-        d_scores = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
-        ahead = (t[:, None] < t[None, :]).to(OPERAND)
         heads_per_group = H // G
+        first_head = group * heads_per_group
+        v += start * stride_v + first_head * V
+        dy += start * stride_dy + first_head * V
+        dv += (start * H + first_head) * V
+        log_alpha += start * H + first_head
+        dlog_alpha += start * H + first_head
+        query = chunk_tile(q + start * stride_q + group * K, i, length, stride_q, offs_k, K).to(OPERAND)
+        key = chunk_tile(k + start * stride_k + group * K, i, length, stride_k, offs_k, K).to(OPERAND)
+        scores = tl.dot(key, tl.trans(query), input_precision="tf32x3")
+        d_scores = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
+        # On a Hopper what is loaded becomes an operand in shared memory, what is formed one in registers.
+        if TRIANGLE:
+            before = tl.load(triangle + i[:, None] * BLOCK_T + i[None, :])
+        else:
+            before = (i[None, :] < i[:, None]).to(OPERAND)
         for h in range(split, heads_per_group, splits):
-            head = group * heads_per_group + h
-            decay, _c = decay_matrix(log_alpha, t, inside, head, H, SUM)
-            weights = tl.trans((scores * decay).to(OPERAND))
+            c = chunk_log_decay(log_alpha + h, i, length, H, SUM)
+            past = i[:, None] <= i[None, :]
+            decay = tl.exp(tl.where(past, (c[None, :] - c[:, None]).to(tl.float32), -float("inf")))
             d_weights = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
             for base_v in range(0, V, BLOCK_V):
                 offs_v = base_v + tl.arange(0, BLOCK_V)
-                value = chunk_tile(v, t, inside, stride_v, head, offs_v, V).to(OPERAND)
-                d_out = chunk_tile(dy, t, inside, stride_dy, head, offs_v, V).to(OPERAND)
-                d_weights = tl.dot(d_out, tl.trans(value), d_weights, input_precision="tf32x3")
-                dv_tile = tl.dot(weights, d_out, input_precision="tf32x3")
-                at = (t[:, None] * H + head) * V + offs_v[None, :]
-                tl.store(dv + at, dv_tile.to(dv.dtype.element_ty), mask=inside[:, None] & (offs_v < V)[None, :])
+                value = chunk_tile(v + h * V, i, length, stride_v, offs_v, V).to(OPERAND)
+                d_out = chunk_tile(dy + h * V, i, length, stride_dy, offs_v, V).to(OPERAND)
+                d_weights = tl.dot(value, tl.trans(d_out), d_weights, input_precision="tf32x3")
+            weights = (scores * decay).to(OPERAND)
             d_weights *= decay
             d_scores += d_weights
-            # log_alpha_t acts on every pair (i, s) with s < t <= i: sums of those terms only, nothing cancels.
+            # log_alpha_u acts on every pair s < u <= t: sums of those terms only, nothing cancels.
             terms = d_weights * scores
             high = terms.to(OPERAND)
-            crossing = tl.dot(high, ahead, input_precision="tf32x3")
+            crossing = tl.dot(before, high, input_precision="tf32x3")
             if tl.float32 != OPERAND:
-                crossing = tl.dot((terms - high.to(tl.float32)).to(OPERAND), ahead, crossing)
-            crossing = tl.where(t[:, None] >= t[None, :], crossing, 0.0)
-            tl.store(dlog_alpha + t * H + head, tl.sum(crossing, axis=0), mask=inside)
+                crossing = tl.dot(before, (terms - high.to(tl.float32)).to(OPERAND), crossing)
+            crossing = tl.where(past, crossing, 0.0)
+            tl.store(dlog_alpha + i * H + h, tl.sum(crossing, axis=1), mask=inside)
+            # Behind the rest, with dy loaded again: fewer registers at a time.
+            for base_v in range(0, V, BLOCK_V):
+                offs_v = base_v + tl.arange(0, BLOCK_V)
+                d_out = chunk_tile(dy + h * V, i, length, stride_dy, offs_v, V).to(OPERAND)
+                dv_tile = tl.dot(weights, d_out, input_precision="tf32x3")
+                at = (dv + h * V) + i[:, None] * (H * V) + offs_v[None, :]
+                tl.store(at, dv_tile.to(dv.dtype.element_ty), mask=inside[:, None] & (offs_v < V)[None, :])
+        parts = d_scores_parts + ((chunk * G + group) * splits + split) * BLOCK_T * BLOCK_T
+        tl.store(parts + i[:, None] * BLOCK_T + i[None, :], d_scores)
+
+
+@triton.jit(do_not_specialize=["tokens", "splits"])
+def ssd_query_key_gradient_kernel(
+    q, k, table, d_scores_parts, dq_parts, dk_parts, dq, dk, tokens, splits, G, stride_q, stride_k,
+    K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, OPERAND: tl.constexpr,
+):  # fmt: skip
+    """Sum the parts: those inside of the chunk as pairs of tokens, those from outside as rows."""
+    chunk = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    start, end = chunk_bounds(table, chunk)
+    length = (end - start).to(tl.int32)
+    if length > 0:
+        i = tl.arange(0, BLOCK_T)
+        offs_k = tl.arange(0, BLOCK_K)
+        mask = (i < length)[:, None] & (offs_k < K)[None, :]
+        d_scores = tl.zeros([BLOCK_T, BLOCK_T], tl.float32)
+        pairs = d_scores_parts + (chunk * G + group) * splits * BLOCK_T * BLOCK_T
+        for split in range(0, splits):
+            d_scores += tl.load((pairs + split * BLOCK_T * BLOCK_T) + i[:, None] * BLOCK_T + i[None, :])
         d_scores_operand = d_scores.to(OPERAND)
-        at = ((split.to(tl.int64) * tokens + t[:, None]) * G + group) * K + offs_k[None, :]
-        mask = inside[:, None] & (offs_k < K)[None, :]
-        tl.store(dq_parts + at, tl.dot(d_scores_operand, key, input_precision="tf32x3"), mask=mask)
-        tl.store(dk_parts + at, tl.dot(tl.trans(d_scores_operand), query, input_precision="tf32x3"), mask=mask)
+        row = (start * G + group) * K + i[:, None] * (G * K) + offs_k[None, :]
+        part_size = tokens.to(tl.int64) * G * K
+        query = chunk_tile(q + start * stride_q + group * K, i, length, stride_q, offs_k, K).to(OPERAND)
+        gradient = tl.dot(d_scores_operand, query, input_precision="tf32x3")
+        for split in range(0, splits):
+            gradient += tl.load(dk_parts + split * part_size + row, mask=mask, other=0.0)
+        tl.store(dk + row, gradient.to(dk.dtype.element_ty), mask=mask)
+        key = chunk_tile(k + start * stride_k + group * K, i, length, stride_k, offs_k, K).to(OPERAND)
+        gradient = tl.dot(tl.trans(d_scores_operand), key, input_precision="tf32x3")
+        for split in range(0, splits):
+            gradient += tl.load(dq_parts + split * part_size + row, mask=mask, other=0.0)
+        tl.store(dq + row, gradient.to(dq.dtype.element_ty), mask=mask)
+
+
+@functools.cache
+def strictly_lower(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """1 below the diagonal, else 0 [CHUNK, CHUNK]."""
+    return torch.ones(CHUNK, CHUNK, device=device, dtype=dtype).tril(-1)
 
 
 def launch_options(q: Tensor, v: Tensor) -> dict[str, Any]:
-    """Compile-time arguments of the two kernels above."""
+    """Compile-time arguments of the readout and the gradient kernel but for `num_warps`."""
     return {
         "K": q.shape[3],
         "V": v.shape[3],
@@ -143,7 +200,6 @@ def launch_options(q: Tensor, v: Tensor) -> dict[str, Any]:
         "BLOCK_V": max(16, min(64, triton.next_power_of_2(v.shape[3]))),
         "OPERAND": matrix_dtype(v.dtype),
         "SUM": tl.float32 if v.dtype == torch.bfloat16 else tl.float64,
-        "num_warps": 4,
         "num_stages": 2,
     }
 
@@ -173,10 +229,10 @@ class ChunkSSD(torch.autograd.Function):
         ssd_readout_kernel[(chunks.places, groups * splits)](
             q, k, v, log_alpha, chunks.table, states, states if initial is None else initial, y, scale,
             splits, heads, groups, q.stride(1), k.stride(1), v.stride(1),
-            HAS_INITIAL=initial is not None, **launch_options(q, v),
+            HAS_INITIAL=initial is not None, num_warps=4, **launch_options(q, v),
         )  # fmt: skip
         ctx.save_for_backward(q, k, v, log_alpha, states, initial)
-        ctx.chunks, ctx.scale = chunks, scale
+        ctx.chunks, ctx.scale, ctx.packed = chunks, scale, cu_seqlens is not None
         ctx.set_materialize_grads(False)
         return y, None if final is None else to_public(final)[0]
 
@@ -196,21 +252,31 @@ class ChunkSSD(torch.autograd.Function):
         adjoints = chunk_states(q, dy, None, from_start, chunks)
         initial_adjoint, products = pass_adjoints(adjoints, states, total, chunks, initial, final_adjoint)
         splits = min(MAX_SPLITS, heads // groups)
-        dq_parts = total.new_zeros(2, splits, batch, tokens, groups, key_dim)
-        dk_parts = torch.zeros_like(dq_parts)
-        dv = torch.zeros(v.shape, device=v.device, dtype=v.dtype)
+        # Tokens behind the last document belong to no chunk.
+        new = torch.zeros if ctx.packed else torch.empty
+        dq, dk, dv = (new(x.shape, device=x.device, dtype=x.dtype) for x in (q, k, v))
+        d_scores_parts = total.new_empty(chunks.places, groups, splits, CHUNK, CHUNK)
         dlog_alpha = torch.empty_like(log_alpha)
+        options = launch_options(q, v)
+        operand_dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
         ssd_gradient_kernel[(chunks.places, groups * splits)](
-            q, k, v, dy, log_alpha, chunks.table, dq_parts[0], dk_parts[0], dv, dlog_alpha, batch * tokens, splits,
-            heads, groups, q.stride(1), k.stride(1), v.stride(1), dy.stride(1), **launch_options(q, v),
+            q, k, v, dy, log_alpha, chunks.table, strictly_lower(v.device, operand_dtype), d_scores_parts, dv,
+            dlog_alpha, splits, heads, groups, q.stride(1), k.stride(1), v.stride(1), dy.stride(1),
+            **options | ssd_gradient_options(capability(v.device), options["BLOCK_V"]),
         )  # fmt: skip
-        (dv,), inner = add_incoming(k, [v], to_end, chunks, adjoints, [dv[:, :, :, None]], dk_parts[1:])
+        dq_parts, dk_parts = total.new_empty(2, 1, splits, batch, tokens, groups, key_dim)
+        (dv,), inner = add_incoming(k, [v], to_end, chunks, adjoints, [dv[:, :, :, None]], dk_parts)
         outer = torch.empty_like(log_alpha)
         launch_incoming(
-            q, dy, from_start, chunks, states, initial, dv, dv, dq_parts[1], outer, kind=0, before=True
+            q, dy, from_start, chunks, states, initial, dv, dv, dq_parts[0], outer, kind=0, before=True
         )  # fmt: skip
         dlog_alpha = decay_gradient(dlog_alpha[..., None], products, inner, chunks, outer)
-        dq, dk = (parts.sum((0, 1)).to(q.dtype) for parts in (dq_parts, dk_parts))
+        ssd_query_key_gradient_kernel[(chunks.places, groups)](
+            q, k, chunks.table, d_scores_parts, dq_parts, dk_parts, dq, dk, batch * tokens, splits, groups,
+            q.stride(1), k.stride(1),
+            K=key_dim, BLOCK_T=CHUNK, BLOCK_K=options["BLOCK_K"], OPERAND=options["OPERAND"], num_stages=2,
+            num_warps=4 if key_dim <= 128 else 8,
+        )  # fmt: skip
         d_initial = None if initial is None else to_public(initial_adjoint)[0]
         return dq, dk, dv, dlog_alpha, d_initial, None, None, None
 
