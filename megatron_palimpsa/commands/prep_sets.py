@@ -49,7 +49,7 @@ def _add_verify(commands: argparse._SubParsersAction) -> None:
         "verify",
         help="read every byte of sets and compare it with what was written",
         description="Read every byte of each set: checksums, sizes, indices, ids against the vocabulary, manifests "
-        "against set.json, and what `prep index` wrote. Each shard that is not as it should be is one line; exit code 2 "
+        "against set.json, and what `prep index` wrote. Each shard that is not as it should be is a line; exit code 2 "
         "where there are any.",
     )
     verify.add_argument("folders", nargs="+", type=Path, metavar="SET", help="folder of a set")
