@@ -43,5 +43,5 @@ def load(path: Path | str, *, backend: str = "auto") -> Tokenizer:
     except DataError as error:
         if backend == "gigatoken":
             raise
-        reference.note = f"{error}; encoding with Hugging Face tokenizers, which is some 40 times slower"
+        reference.note = f"{error}; encoding with Hugging Face tokenizers, which is many times slower"
         return reference
