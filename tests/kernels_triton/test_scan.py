@@ -24,6 +24,10 @@ SMALL = {
         heads=4, groups=2, offsets=(0, 0, 7, 7, 18), key_dim=20, value_dim=18, decays=("mixed", "weak")
     ),
     "rows": Case(batch=2, tokens=9, heads=2, groups=2, key_dim=17, decays=("medium", "strong")),
+    "columns on 8 lanes": Case(
+        tokens=11, heads=2, key_dim=32, value_dim=32, decays=("medium", "strong"), dtype=torch.bfloat16
+    ),
+    "two tiles of keys": Case(tokens=9, heads=2, key_dim=48, decays=("weak", "strong")),
     "one token": Case(tokens=1, chunk_size=None),
 }
 

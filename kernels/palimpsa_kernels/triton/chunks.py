@@ -55,6 +55,7 @@ class Chunks:
     table: first token, end, document (-1: unused), whether first of its document [places, 4] int64.
     first_chunks: the chunks of document n are first_chunks[n] .. first_chunks[n + 1] [documents + 1] int32.
     places: upper bound of the number of chunks.
+    cover_all: every token is in some chunk.
     """
 
     table: Tensor
@@ -62,6 +63,7 @@ class Chunks:
     places: int
     documents: int
     size: int
+    cover_all: bool
 
 
 def make_chunks(batch: int, tokens: int, cu_seqlens: Tensor | None, size: int, device: torch.device) -> Chunks:
@@ -78,4 +80,4 @@ def make_chunks(batch: int, tokens: int, cu_seqlens: Tensor | None, size: int, d
     if places:
         block = min(1024, triton.next_power_of_2(max(documents, 16)))
         chunk_table_kernel[(places,)](offsets, table, first_chunks, documents, size, BLOCK=block, num_warps=1)
-    return Chunks(table, first_chunks, places, documents, size)
+    return Chunks(table, first_chunks, places, documents, size, cu_seqlens is None)

@@ -4,7 +4,7 @@ The scans hold M_t / a_t, a_t the product of the alphas behind an anchor, which 
 element; backwards it is undone by subtraction. Both lose accuracy as 1 / a_t grows. So each chunk and head is cut into
 spans, greedily: behind a span's first token, the anchor, the decay stays above exp(-bound). A chunk that would need
 more than one span for every GROUP tokens is dense: all its tokens are anchors, and backwards its states are computed
-anew from every GROUP-th one.
+anew, from every second one.
 """
 
 from dataclasses import dataclass
@@ -90,7 +90,7 @@ class Spans:
 
     @property
     def slots(self) -> int:
-        """Most spans, or groups, of a chunk."""
+        """Most spans of a chunk that is not dense."""
         return self.starts.shape[1]
 
 

@@ -16,11 +16,11 @@ from palimpsa_kernels.triton.decay import chunk_decays, make_spans
 from palimpsa_kernels.triton.incoming import add_incoming, decay_gradient
 from palimpsa_kernels.triton.readout import readout
 from palimpsa_kernels.triton.states import chunk_states, pass_adjoints, pass_states, to_internal, to_public
+from palimpsa_kernels.triton.tiles import pack_query_key
 
 SPAN_BOUNDS = {torch.float32: (2.0, 16)}  # log-decay and tokens over which a state is run backwards
 DEFAULT_SPAN_BOUND = (4.0, 128)
 MAX_SPLITS = 4
-SHARING_HEADS = 4
 MAX_CHUNK = 1024  # offsets inside of a chunk are 32 bits wide
 
 
@@ -33,11 +33,6 @@ def tokens_adjacent(x: Tensor) -> Tensor:
 def default_chunk_size(tokens: int, heads: int) -> int:
     """Long chunks mean few stored states, short ones enough programs to fill the device."""
     return min(128, max(64, triton.next_power_of_2(tokens * heads // 8192 + 1) // 2))
-
-
-def loop_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k for the elementwise loops: in fp32, which spares each head the conversion, where heads share them."""
-    return (q.float(), k.float()) if v.shape[2] >= SHARING_HEADS * k.shape[2] else (q, k)
 
 
 class ChunkPalimpsa(torch.autograd.Function):
@@ -65,7 +60,7 @@ class ChunkPalimpsa(torch.autograd.Function):
         pass_states(states, total, chunks, initial, final)
         spans = make_spans(log_alpha, chunks, *SPAN_BOUNDS.get(q.dtype, DEFAULT_SPAN_BOUND))
         y = (torch.empty if cu_seqlens is None else torch.zeros)(v.shape, device=v.device, dtype=v.dtype)
-        readout(*loop_operands(q, k, v), v, beta, log_alpha, spans, prior, scale, states, initial, chunks, y)
+        readout(pack_query_key(q, k, scale), v, beta, log_alpha, spans, prior, states, initial, chunks, y)
 
         ctx.save_for_backward(q, k, v, beta, log_alpha, prior, states, initial)
         ctx.chunks, ctx.scale = chunks, scale
@@ -88,7 +83,7 @@ class ChunkPalimpsa(torch.autograd.Function):
         splits = min(MAX_SPLITS, v.shape[2] // groups)
         dk_parts = states.new_zeros(1 + 2 * splits, batch, tokens, groups, key_dim)
         own = elementwise_gradients(
-            *loop_operands(q, k, v), v, beta, dy, log_alpha, spans, prior, ctx.scale, states, initial, chunks,
+            q, k, v, beta, dy, log_alpha, spans, prior, ctx.scale, states, initial, chunks,
             dk_parts[0], prior_gradient=ctx.needs_input_grad[5],
         )  # fmt: skip
         initial_adjoint, products = pass_adjoints(own.adjoints, states, total, chunks, initial, final_adjoint)
