@@ -1,6 +1,6 @@
 """Blends of prepared sets -> batches, in an order that any position of the stage can be computed from.
 
-A packed sequence has a number n in the stage. `_Interleave` says which set sequence n comes from and how many of that
+A packed sequence has a number n in the stage. `Interleave` says which set sequence n comes from and how many of that
 set came before it, the set's packing says which documents make it up: both in O(log) time, whatever n is, and nothing
 depends on the number of ranks. Position on resume is therefore the count of sequences consumed, and nothing else.
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +26,10 @@ from palimpsa_data.packing import VERSION, BestFitPacking, ConcatPacking, Packin
 from palimpsa_data.sets import SetInfo, SetReader, Share, TokenizerInfo, read_set
 
 from megatron_palimpsa import launcher
-from megatron_palimpsa.config import ConfigError, StageConfig, parse_yaml
+from megatron_palimpsa.config import ConfigError, StageConfig
 from megatron_palimpsa.training.batch import Batch
+from megatron_palimpsa.training.blend_file import REMEDY, BlendEntry, read_blend
+from megatron_palimpsa.training.interleave import Interleave
 
 logger = logging.getLogger(__name__)
 
@@ -39,17 +40,6 @@ others, so a damaged shard that one of them finds stops all before the first ste
 
 _INDEX_ADVISED = 2_000_000  # documents of a set, from which the time and memory that `prep index` saves matter
 _SILENT_BYTES = 2 * 2**30  # reading more takes long enough to be said
-_REMEDY = "prepare the data first, or start where that path leads to it"
-_PATTERN_LENGTH = 2**16
-
-
-@dataclass(frozen=True)
-class BlendEntry:
-    """One set of a blend: its folder, its share of the tokens, and how often its documents may be repeated."""
-
-    folder: Path
-    weight: float
-    epochs: float | None
 
 
 @dataclass(frozen=True)
@@ -192,7 +182,7 @@ class _Blend:
         weights = np.array([entry.weight for entry in self.entries])
         tokens = np.array([packing.tokens_per_sequence for packing in self.packings])
         # Relative to the largest, so that no weight is too large or too small to add up.
-        self._interleave = _Interleave(weights / weights.max() / tokens)
+        self._interleave = Interleave(weights / weights.max() / tokens)
         self._seq_length = config.model.seq_length
 
     def _open(self, entry: BlendEntry, config: StageConfig, tokenizer_sha256: str) -> SetReader:
@@ -283,40 +273,6 @@ class _Blend:
                 )
 
 
-class _Interleave:
-    """Which set the n-th sequence comes from: a fixed pattern in which every set's sequences are spread evenly.
-
-    The pattern has 2**16 places, so that shares are met to 1.5e-5; every set gets one place at least.
-
-    Args:
-        rates: [S] > 0, in proportion to the sets' shares of the sequences.
-    """
-
-    def __init__(self, rates: np.ndarray) -> None:
-        exact = rates / rates.sum() * _PATTERN_LENGTH
-        counts = np.maximum(np.floor(exact).astype(np.int64), 1)
-        # Largest remainders take what rounding down left over; the largest set gives what the smallest were lent.
-        missing = _PATTERN_LENGTH - int(counts.sum())
-        if missing > 0:
-            counts[np.argsort(counts - exact, kind="stable")[:missing]] += 1
-        else:
-            counts[np.argmax(counts)] += missing
-        self.shares = counts / _PATTERN_LENGTH
-        times = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
-        self._pattern = np.repeat(np.arange(len(counts)), counts)[np.argsort(times, kind="stable")]
-        self._before = np.zeros((_PATTERN_LENGTH + 1, len(counts)), np.int64)
-        self._before[1:] = np.cumsum(self._pattern[:, None] == np.arange(len(counts)), axis=0)
-
-    def place(self, n: int) -> tuple[int, int]:
-        number = int(self._pattern[n % _PATTERN_LENGTH])
-        return number, self.count(number, n)
-
-    def count(self, number: int, n: int) -> int:
-        """Sequences of set `number` among the first n."""
-        rounds, rest = divmod(n, _PATTERN_LENGTH)
-        return rounds * int(self._before[-1, number]) + int(self._before[rest, number])
-
-
 def _share(info: SetInfo) -> Share:
     """The shards of a set whose bytes this rank reads when the stage starts."""
     if info.tokens * 2 <= CHECKSUM_LIMIT:
@@ -333,41 +289,5 @@ def _tokenizer_sha256(config: StageConfig) -> str:
         return sha256_file(Path(config.data.tokenizer))
     except OSError as error:
         raise ConfigError(
-            f"data.tokenizer={config.data.tokenizer}: cannot read it: {error.strerror}; {_REMEDY}"
+            f"data.tokenizer={config.data.tokenizer}: cannot read it: {error.strerror}; {REMEDY}"
         ) from None
-
-
-def read_blend(path: Path, where: str) -> list[BlendEntry]:
-    """Read a YAML list of {set, weight, epochs?}; folders of sets are relative to the file.
-
-    Raises:
-        ConfigError: names `where`, the entry, the key and what is allowed.
-    """
-    try:
-        content = parse_yaml(path.read_text(), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: cannot read the blend: {error}; {_REMEDY}") from None
-    if not isinstance(content, list) or not content:
-        raise ConfigError(f"{where}: expected a list of entries {{set, weight, epochs}}")
-    return [_entry(item, path.parent, f"{where}, entry {number}") for number, item in enumerate(content, 1)]
-
-
-def _entry(item: Any, folder: Path, where: str) -> BlendEntry:
-    if not isinstance(item, dict):
-        raise ConfigError(f"{where}: expected {{set, weight, epochs}}, found {item!r}")
-    for key in sorted(map(str, item.keys() - {"set", "weight", "epochs"})):
-        raise ConfigError(f"{where}: unknown key {key!r}; known keys are set, weight, epochs")
-    for key in ("set", "weight"):
-        if key not in item:
-            raise ConfigError(f"{where}: {key} is missing")
-    if not isinstance(item["set"], str):
-        raise ConfigError(f"{where}: set={item['set']!r} must be the folder of a prepared set")
-    epochs = None if item.get("epochs") is None else _positive(item["epochs"], "epochs", where)
-    return BlendEntry(folder / item["set"], _positive(item["weight"], "weight", where), epochs)
-
-
-def _positive(value: Any, key: str, where: str) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < math.inf or value > sys.float_info.max:
-        raise ConfigError(f"{where}: {key}={value!r} must be a number above 0")
-    return float(value)

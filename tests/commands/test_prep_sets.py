@@ -22,7 +22,8 @@ from palimpsa_data.shards import read_manifest
 
 from megatron_palimpsa import cli
 from megatron_palimpsa.config import save_resolved
-from megatron_palimpsa.training.data import StageData, read_blend
+from megatron_palimpsa.training.blend_file import read_blend
+from megatron_palimpsa.training.data import StageData
 
 TEXTS = [f"Document {number} of {'many ' * (number % 7)}words." for number in range(60)]
 
