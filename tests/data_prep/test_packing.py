@@ -135,8 +135,8 @@ def test_fill_on_documents_of_realistic_lengths(count: int) -> None:
 
 
 def test_millions_of_documents_are_packed_in_seconds() -> None:
-    """Fifteen times what it takes on an idle core, half of what placing document after document takes."""
+    """CPU time, some five times what an idle core takes: nothing in it is quadratic."""
     lengths = np.random.default_rng(0).lognormal(6.3, 1.4, 1_000_000).astype(np.int32) + 1
     start = time.process_time()
     BestFitPacking(lengths, 32_768, (1, 0))
-    assert time.process_time() - start < 8
+    assert time.process_time() - start < 2
