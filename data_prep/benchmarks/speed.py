@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import shutil
 import time
 from collections.abc import Callable
@@ -37,6 +38,7 @@ TARGETS = {"gigatoken": 0.5, "huggingface": 0.9, "two processes": 1.8, "memory":
 _HUGGING_FACE_SHARE = 16  # of the text: it is some 40 times slower
 _HUGE_DOCUMENT = 50 << 20
 _FILES = 16
+_PARTS = 4
 
 
 def main() -> int:
@@ -48,7 +50,7 @@ def main() -> int:
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     tokenizer = options.tokenizer or tokenizer_file(options.folder)
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"load before": {"processes": round(os.getloadavg()[0], 1), "cores": os.cpu_count()}}
     for kind in ("prose", "code"):
         for backend in ("gigatoken", "huggingface"):
             share = _HUGGING_FACE_SHARE if backend == "huggingface" else 1
@@ -65,22 +67,40 @@ def main() -> int:
 
 def _compare(folder: Path, path: Path, kind: str, backend: str, tokenizer: Path, repeats: int) -> dict[str, Any]:
     """MB/s of text in memory and end to end, by wall and by CPU time; the two take turns."""
-    texts = texts_of(path)
-    size = sum(len(text.encode()) for text in texts) / 1e6
-    seconds: dict[str, list[tuple[float, float]]] = {"in memory": [], "end to end": []}
-    for _ in range(repeats):
-        encode = _in_memory(backend, tokenizer)
-        seconds["in memory"].append(_timed(lambda encode=encode: encode(texts)))
-        shutil.rmtree(folder / "out", ignore_errors=True)
-        work = _work(_job(kind, [path], folder / "out", tokenizer, backend))
-        seconds["end to end"].append(_timed(lambda work=work: work(0, wait=False)))
-    result: dict[str, Any] = {"MB": round(size, 1), "documents": len(texts)}
-    for name, times in seconds.items():
-        wall, cpu = (min(column) for column in zip(*times, strict=True))
-        result[name] = {"MB/s": round(size / wall, 2), "MB/s of CPU time": round(size / cpu, 2)}
-    for unit in ("MB/s", "MB/s of CPU time"):
-        result[f"ratio of {unit}"] = round(result["end to end"][unit] / result["in memory"][unit], 3)
+    paths = [path] if backend == "gigatoken" else _parts(path)
+    sums = {"in memory": [0.0, 0.0], "end to end": [0.0, 0.0]}
+    size = documents = 0
+    for part in paths:
+        texts = texts_of(part)
+        size += sum(len(text.encode()) for text in texts)
+        documents += len(texts)
+        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sums}
+        for _ in range(repeats):
+            encode = _in_memory(backend, tokenizer)
+            seconds["in memory"].append(_timed(lambda encode=encode, texts=texts: encode(texts)))
+            shutil.rmtree(folder / "out", ignore_errors=True)
+            work = _work(_job(kind, [part], folder / "out", tokenizer, backend))
+            seconds["end to end"].append(_timed(lambda work=work: work(0, wait=False)))
+        for name, times in seconds.items():
+            sums[name] = [
+                total + min(column) for total, column in zip(sums[name], zip(*times, strict=True), strict=True)
+            ]
+    result: dict[str, Any] = {"MB": round(size / 1e6, 1), "documents": documents}
+    for name, (wall, cpu) in sums.items():
+        result[name] = {"MB/s": round(size / wall / 1e6, 2), "MB/s of CPU time": round(size / cpu / 1e6, 2)}
+    for place, unit in enumerate(("MB/s", "MB/s of CPU time")):
+        result[f"ratio of {unit}"] = round(sums["in memory"][place] / sums["end to end"][place], 3)
     return result
+
+
+def _parts(path: Path) -> list[Path]:
+    """The file in a few parts, so that the two sides take turns often."""
+    table = pq.read_table(path)
+    rows = -(-len(table) // _PARTS)
+    paths = [path.with_stem(f"{path.stem}-{number}") for number in range(_PARTS)]
+    for number, part in enumerate(paths):
+        pq.write_table(table.slice(number * rows, rows), part, compression="zstd")
+    return paths
 
 
 def _in_memory(backend: str, tokenizer: Path) -> Callable[[list[str]], object]:
@@ -115,20 +135,30 @@ def _timed(action: Callable[[], object]) -> tuple[float, float]:
 
 
 def _two_processes(folder: Path, size: int, tokenizer: Path, repeats: int) -> dict[str, Any]:
-    """Wall seconds of several files with one process and with two, which have to be started."""
+    """Wall seconds of several files with one process and with two, which have to be started.
+
+    By CPU time: that of one process against half of what the two took together, which other work disturbs less.
+    """
     path = parquet_file(folder, "prose", size)
     copies = [folder / f"copy-{number}.parquet" for number in range(_FILES)]
     for copy in copies:
         copy.unlink(missing_ok=True)
         copy.hardlink_to(path)
-    seconds: dict[int, list[float]] = {1: [], 2: []}
+    seconds: dict[int, list[tuple[float, float]]] = {1: [], 2: []}
     for _ in range(repeats):
         for processes, times in seconds.items():
             shutil.rmtree(folder / "out", ignore_errors=True)
             job = _job("prose", copies, folder / "out", tokenizer, "gigatoken")
-            times.append(_timed(lambda job=job, processes=processes: run_job(job, processes=processes))[0])
-    one, two = min(seconds[1]), min(seconds[2])
-    return {"one, s": round(one, 2), "two, s": round(two, 2), "ratio": round(one / two, 3)}
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            wall, cpu = _timed(lambda job=job, processes=processes: run_job(job, processes=processes))
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            children = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            times.append((wall, cpu if processes == 1 else children / 2))
+    (one, one_cpu), (two, two_cpu) = (
+        [min(column) for column in zip(*times, strict=True)] for times in seconds.values()
+    )
+    result = {"one, s": round(one, 2), "two, s": round(two, 2), "ratio": round(one / two, 3)}
+    return result | {"ratio by CPU time": round(one_cpu / two_cpu, 3)}
 
 
 def _huge_file(folder: Path) -> Path:

@@ -19,7 +19,7 @@ from palimpsa_data.tokenizers.probes import PROBES
 
 _END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|eos|>")
 _PAD_TOKENS = ("<|padding|>", "<pad>", "<|pad|>", "[PAD]")
-_SLICE_CHARACTERS = 1 << 20  # Hugging Face's encodings take some 100 bytes a token until their ids are taken out
+_SLICE_CHARACTERS = 1 << 16  # encodings take some 100 bytes a token until their ids are taken out: a cache's worth
 
 
 class HuggingFaceTokenizer(Tokenizer):
