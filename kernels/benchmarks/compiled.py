@@ -112,11 +112,10 @@ def configurations(target: str) -> dict[str, Configuration]:
     shared = {"q": "*fp32", "k": "*fp32"}
     parts = dict.fromkeys(("row_parts", "dv_parts", "dbeta_parts"), "*bf16")
     number = TARGETS[target]
-    incoming_options = {"K": K, "V": V, "BLOCK_K": K, "BLOCK_V": V, "HAS_INITIAL": False, "OPERAND": tl.bfloat16}
-    incoming_options |= {
-        "BLOCK_T": targets.incoming_block_t(number, K, torch.bfloat16),
-        "STAGES": targets.incoming_stages(number, torch.bfloat16, one_block=True),
-    }
+    incoming_options = {"K": K, "V": V, "BLOCK_K": K, "HAS_INITIAL": False, "OPERAND": tl.bfloat16}
+    incoming_options |= targets.incoming_blocks(number, K, V, torch.bfloat16)
+    one_block = incoming_options["BLOCK_V"] >= V
+    incoming_options["STAGES"] = targets.incoming_stages(number, torch.bfloat16, one_block=one_block)
     ssd_options = {"K": K, "V": V, "BLOCK_T": ssd.CHUNK, "BLOCK_K": K, "BLOCK_V": V, "OPERAND": tl.bfloat16}
     ssd_options |= {"SUM": tl.float32}
     gradient_options = targets.ssd_gradient_options(number, V)

@@ -12,19 +12,9 @@ from torch import Tensor
 
 from palimpsa_kernels.triton.chunks import Chunks
 from palimpsa_kernels.triton.primitives import chunk_bounds, chunk_document, matrix_dtype
-from palimpsa_kernels.triton.targets import capability, incoming_block_t, incoming_stages
+from palimpsa_kernels.triton.targets import capability, incoming_blocks, incoming_stages
 
 HEADS_PER_PROGRAM = 32
-
-
-@triton.jit
-def double_dot(a, b, OPERAND: tl.constexpr):
-    """a @ b with b in fp32: bf16 operands take it in two parts, as exact as a."""
-    high = b.to(OPERAND)
-    product = tl.dot(a, high, input_precision="tf32x3")
-    if tl.bfloat16 == OPERAND:
-        product = tl.dot(a, (b - high.to(tl.float32)).to(OPERAND), product)
-    return product
 
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
@@ -85,11 +75,17 @@ def incoming_kernel(
                     adjoint = tl.load(state_at, mask=mask, other=0.0)
                 value_at = (v + h * V) + i[:, None] * stride_v + offs_v[None, :]
                 value = tl.load(value_at, mask=mask_v, other=0.0).to(tl.float32)
-                dk = tl.dot((value * decay).to(OPERAND), tl.trans(adjoint.to(OPERAND)), dk, input_precision="tf32x3")
-                # Also summed to log_alpha's gradient, where terms can cancel: as exact as the inputs allow.
-                dv_tile = double_dot(factor_operand, adjoint, OPERAND)
-                if KIND == 1 and tl.bfloat16 == OPERAND:
-                    dv_tile = tl.dot(factor_low, adjoint.to(OPERAND), dv_tile)
+                high = adjoint.to(OPERAND)
+                # Also summed to log_alpha's gradient, where terms can cancel: as exact as the inputs allow, which
+                # takes bf16 operands in two parts. Small terms first.
+                if tl.bfloat16 == OPERAND:
+                    dv_tile = tl.dot(factor_operand, (adjoint - high.to(tl.float32)).to(OPERAND))
+                    if KIND == 1:
+                        dv_tile = tl.dot(factor_low, high, dv_tile)
+                    dv_tile = tl.dot(factor_operand, high, dv_tile)
+                else:
+                    dv_tile = tl.dot(factor_operand, high, input_precision="tf32x3")
+                dk = tl.dot((value * decay).to(OPERAND), tl.trans(high), dk, input_precision="tf32x3")
                 dv_tile *= decay
                 product += tl.sum(value * dv_tile, axis=1)
                 if not BEFORE:
@@ -170,18 +166,17 @@ def launch_incoming(
     batch, tokens, groups, key_dim = k.shape
     heads, value_dim = v.shape[2:]
     block_k = max(16, triton.next_power_of_2(key_dim))
-    block_v = max(16, min(64 if block_k <= 128 else 32, triton.next_power_of_2(value_dim)))
     target = capability(v.device)
-    block_t = incoming_block_t(target, block_k, v.dtype)
+    blocks = incoming_blocks(target, block_k, value_dim, v.dtype)
     splits = len(dk)
-    grid = (chunks.places, triton.cdiv(chunks.size, block_t), groups * splits)
+    grid = (chunks.places, triton.cdiv(chunks.size, blocks["BLOCK_T"]), groups * splits)
     incoming_kernel[grid](
         k, v, decay, chunks.table, adjoints, adjoints if initial is None else initial, dv_parts, dv, dk, inner,
         batch * tokens, splits, heads, groups, k.stride(1), v.stride(1),
-        K=key_dim, V=value_dim, PARTS_K=dv_parts.shape[3] if dv_parts.dim() == 5 else 1, BLOCK_T=block_t,
-        BLOCK_K=block_k, BLOCK_V=block_v, KIND=kind, STATES=adjoints.shape[1], BEFORE=before,
-        HAS_INITIAL=initial is not None, OPERAND=matrix_dtype(v.dtype), num_warps=8,
-        STAGES=incoming_stages(target, v.dtype, one_block=value_dim <= block_v),
+        K=key_dim, V=value_dim, PARTS_K=dv_parts.shape[3] if dv_parts.dim() == 5 else 1, BLOCK_K=block_k,
+        KIND=kind, STATES=adjoints.shape[1], BEFORE=before, HAS_INITIAL=initial is not None,
+        OPERAND=matrix_dtype(v.dtype), num_warps=8, **blocks,
+        STAGES=incoming_stages(target, v.dtype, one_block=value_dim <= blocks["BLOCK_V"]),
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ memory of their own on Blackwell (10.0).
 from typing import Any
 
 import torch
+import triton
 
 HOPPER, BLACKWELL = 90, 100
 
@@ -30,9 +31,14 @@ def ssd_gradient_options(target: int, block_v: int) -> dict[str, Any]:
     }
 
 
-def incoming_block_t(target: int, block_k: int, dtype: torch.dtype) -> int:
-    """Tokens of a program of the incoming adjoints; wide keys in fp32 fill the shared memory."""
-    return 64 if target >= HOPPER and (block_k <= 128 or dtype == torch.bfloat16) else 32
+def incoming_blocks(target: int, block_k: int, value_dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Tokens and value channels at a time of the incoming adjoints; wide keys in fp32 fill the shared memory."""
+    wide = block_k > 128
+    widest = 16 if target < HOPPER else 32 if wide else 64
+    return {
+        "BLOCK_T": 32 if target < HOPPER or (wide and dtype != torch.bfloat16) else 64,
+        "BLOCK_V": max(16, min(widest, triton.next_power_of_2(value_dim))),
+    }
 
 
 def incoming_stages(target: int, dtype: torch.dtype, *, one_block: bool) -> int:
