@@ -25,6 +25,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron_palimpsa.config import StageConfig
 from megatron_palimpsa.engine import flops, optimizer_state
 from megatron_palimpsa.engine.base import StepResult
+from megatron_palimpsa.engine.grad_norm import total_grad_norm
 from megatron_palimpsa.model import build_model, forward_loss
 from megatron_palimpsa.parallel import finalize_model_grads
 from megatron_palimpsa.parallel.cpu import cuda_means_cpu
@@ -89,7 +90,7 @@ class MegatronEngine:
         with cuda_means_cpu():
             sums = self._run(batches, microbatches, forward_only=False)
             self._optimizer.prepare_grads()
-            grad_norm = float(self._optimizer.get_grad_norm())
+            grad_norm = total_grad_norm(self._optimizer, self._device)
         loss, tokens = self._mean_loss(sums)
         # The schedule moves first: step k is taken at the rate of k, and a dropped step still passes.
         self._scheduler.step(1)

@@ -75,23 +75,17 @@ def test_loaded_run_goes_on_bit_for_bit(
     path = checkpoint.save(tmp_path, 3, engine, PROGRESS, keep=2)
     assert path == checkpoint.latest(tmp_path) == tmp_path / "step-3"
     saved_random = torch.get_rng_state()
-    expected = take(engine, 3, 3)
+    expected = take(engine, 3, 5)
 
     torch.manual_seed(99)
     other = MegatronEngine(loader)
     assert checkpoint.load(path, other) == PROGRESS == checkpoint.read_progress(path)
     assert torch.equal(torch.get_rng_state(), saved_random)
     assert other.learning_rate == pytest.approx(1e-2, rel=1e-3)
-    results = take(other, 3, 3)
-    if saver_distributed == loader_distributed:
-        assert results == expected
-    for result, reference in zip(results, expected, strict=True):
-        assert result.loss == reference.loss
-        assert result.grad_norm == pytest.approx(reference.grad_norm, rel=1e-6)
+    assert take(other, 3, 5) == expected
     assert other.learning_rate == engine.learning_rate
-    assert other.optimizer_steps == 6
-    if saver_distributed == loader_distributed:
-        assert_same_state(engine, other)
+    assert other.optimizer_steps == 8
+    assert_same_state(engine, other)
 
 
 def test_skipped_steps_are_not_counted_as_updates(tmp_path: Path) -> None:
