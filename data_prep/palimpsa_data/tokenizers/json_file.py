@@ -44,23 +44,24 @@ class HuggingFaceTokenizer(Tokenizer):
             content = path.read_bytes()
             self.settings = _plain_settings(json.loads(content))
             self._encoder = Encoder.from_str(json.dumps(self.settings))
+            vocabulary = self._encoder.get_vocab(with_added_tokens=True)
+            end, pad = _control_tokens(path, vocabulary)
+            if _called_special(self.settings, (end, pad)):
+                self._encoder = Encoder.from_str(json.dumps(self.settings))
         except Exception as error:  # `tokenizers` raises nothing more special
             raise DataError(f"cannot read the tokenizer {path}: {error}") from None
-        self._encoder.encode_special_tokens = True
-        self.path = path
-        self.sha256 = hashlib.sha256(content).hexdigest()
-        vocabulary = self._encoder.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
-        eod_id = _special_id(path, vocabulary, "eos_token", _END_TOKENS)
-        if eod_id is None:
+        if end is None:
             special = [token["content"] for token in self.settings["added_tokens"] if token["special"]]
             raise DataError(
                 f"{path}: none of its special tokens {special} is known to end a document; "
                 f"name it as eos_token in a tokenizer_config.json beside the file"
             )
-        self.eod_id = eod_id
-        pad_id = _special_id(path, vocabulary, "pad_token", _PAD_TOKENS)
-        self.pad_id = pad_id if pad_id != eod_id else None
+        self._encoder.encode_special_tokens = True
+        self.path = path
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.eod_id = vocabulary[end]
+        self.pad_id = None if pad is None else vocabulary[pad]
 
     def _encode(self, texts: Sequence[str]) -> Batch:
         for text in texts:
@@ -123,17 +124,33 @@ class GigatokenTokenizer(Tokenizer):
 def _plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """The file's settings without what would add, drop or randomise ids: truncation, padding, templates, dropout."""
     model = {**settings["model"], "dropout": None}
-    return {**settings, "model": model, "truncation": None, "padding": None, "post_processor": None}
+    added = settings.get("added_tokens") or []
+    return {
+        **settings,
+        "model": model,
+        "added_tokens": added,
+        "truncation": None,
+        "padding": None,
+        "post_processor": None,
+    }
 
 
-def _special_id(path: Path, vocabulary: dict[str, int], role: str, customary: Sequence[str]) -> int | None:
+def _control_tokens(path: Path, vocabulary: dict[str, int]) -> tuple[str | None, str | None]:
+    """The token that ends documents and the one that pads: those of the tokenizer_config.json beside the file first."""
     config = path.with_name("tokenizer_config.json")
-    token = json.loads(config.read_bytes()).get(role) if config.is_file() else None
-    named = token["content"] if isinstance(token, dict) else token
-    for candidate in (named, *customary):
-        if candidate in vocabulary:
-            return vocabulary[candidate]
-    return None
+    settings = json.loads(config.read_bytes()) if config.is_file() else {}
+    named = [settings.get(role) for role in ("eos_token", "pad_token")]
+    end, pad = (token["content"] if isinstance(token, dict) else token for token in named)
+    end = next((token for token in (end, *_END_TOKENS) if token in vocabulary), None)
+    return end, next((token for token in (pad, *_PAD_TOKENS) if token in vocabulary and token != end), None)
+
+
+def _called_special(settings: dict[str, Any], tokens: Sequence[str | None]) -> bool:
+    """Make the tokens special, so that they are not matched in text; whether the file did not call them so."""
+    ordinary = [token for token in settings["added_tokens"] if token["content"] in tokens and not token["special"]]
+    for token in ordinary:
+        token["special"] = True
+    return bool(ordinary)
 
 
 def _slices(texts: Sequence[str]) -> list[list[str]]:

@@ -143,17 +143,31 @@ def test_what_the_file_would_add_or_cut_is_left_out(path: Path, tmp_path: Path, 
 
 def test_the_end_token_can_be_named_beside_the_file(path: Path, tmp_path: Path) -> None:
     def rename(settings: dict[str, Any]) -> None:
-        settings["added_tokens"][0]["content"] = "<stop>"
-        settings["model"]["vocab"]["<stop>"] = settings["model"]["vocab"].pop(SPECIAL[0])
+        for token, name in zip(settings["added_tokens"], ("<stop>", "<blank>"), strict=False):
+            settings["model"]["vocab"][name] = settings["model"]["vocab"].pop(token["content"])
+            token["content"] = name
 
     renamed = changed(path, tmp_path, rename)
-    with pytest.raises(DataError, match=r"'<stop>'.*tokenizer_config\.json"):
+    with pytest.raises(DataError, match=r"'<stop>', '<blank>'.*tokenizer_config\.json"):
         load(renamed)
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": {"content": "<stop>"}, "pad_token": "<stop>"})
     )
     tokenizer = load(tmp_path)
     assert (tokenizer.eod_id, tokenizer.pad_id, tokenizer.info.pad_id) == (0, None, 1)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<blank>", "pad_token": "<stop>"}))
+    assert (load(tmp_path).eod_id, load(tmp_path).pad_id) == (1, 0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_control_tokens_that_the_file_does_not_call_special_stay_text(path: Path, tmp_path: Path, backend: str) -> None:
+    def ordinary(settings: dict[str, Any]) -> None:
+        for token in settings["added_tokens"]:
+            token["special"] = False
+
+    tokenizer = load(changed(path, tmp_path, ordinary), backend=backend)
+    assert tokenizer.encode(f"a{SPECIAL[0]}{SPECIAL[1]}").min() > 1
+    assert len(tokenizer.encode(" " * 24)) == 1
 
 
 def test_what_gigatoken_cannot_read_goes_to_hugging_face(path: Path, tmp_path: Path) -> None:
