@@ -9,6 +9,7 @@ Compiling takes most of the time, so the scans' cases run in several processes.
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
@@ -141,13 +142,10 @@ def test_more_elements_than_fit_into_31_bits() -> None:
 
 
 def test_a_new_length_compiles_nothing() -> None:
-    import palimpsa_kernels.triton as package
     from palimpsa_kernels.triton import chunk_palimpsa, chunk_ssd
     from triton.runtime.jit import JITFunction
 
-    modules = [
-        getattr(package, name) for name in ("adjoint", "chunks", "decay", "incoming", "readout", "ssd", "states")
-    ]
+    modules = [module for name, module in sys.modules.items() if name.startswith("palimpsa_kernels.triton.")]
     kernels = {id(x): x for module in modules for x in vars(module).values() if isinstance(x, JITFunction)}
 
     def compiled(tokens: int) -> int:
@@ -159,5 +157,5 @@ def test_a_new_length_compiles_nothing() -> None:
         return sum(len(kernel.device_caches[device][0]) for kernel in kernels.values())
 
     first = compiled(256)
-    assert first > len(modules)
+    assert first >= 16
     assert [compiled(tokens) for tokens in (640, 77, 1, 4096, 5000)] == [first] * 5

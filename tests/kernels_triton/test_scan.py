@@ -80,7 +80,7 @@ def test_states_are_run_backwards_exactly_at_a_documents_start() -> None:
 
 
 def test_sums_behind_the_decays_gradient_are_more_exact_than_bf16() -> None:
-    """What a chunk's incoming adjoints add to dlog_alpha can cancel, so its products take bf16 operands in two parts."""
+    """What a chunk's incoming adjoint adds to dlog_alpha can cancel: its products take bf16 operands in two parts."""
     from palimpsa_kernels.triton import chunk_palimpsa
 
     case = Case(tokens=48, heads=1, key_dim=32, dtype=torch.bfloat16, chunk_size=16, initial=False)
