@@ -34,7 +34,7 @@ PARTS = {
     "gemm": r"gemm|cutlass|nvjet|cublas|xmma|_mm_|splitK",
     "norm": r"norm",
     "conv": r"conv|place_kernel|final_kernel|border_gradient",
-    "scan": r"chunk|ssd|readout|adjoint|incoming|state|span|decay|sum_parts|activat|skip|_bmm|cumsum",
+    "scan": r"chunk|ssd|readout|adjoint|incoming|state|span|decay|sum_parts|pack_kernel|activat|skip|_bmm",
 }
 """Parts of a step by names of kernels; the first that fits counts."""
 
