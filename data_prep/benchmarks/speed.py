@@ -37,7 +37,7 @@ from palimpsa_data.tokenizers.json_file import HuggingFaceTokenizer
 TARGETS = {"gigatoken": 0.5, "huggingface": 0.9, "two processes": 1.8, "memory": 1.5}
 _HUGGING_FACE_SHARE = 16  # of the text: it is some 40 times slower
 _HUGE_DOCUMENT = 50 << 20
-_FILES = 24
+_FILES = 32
 _PARTS = 4
 
 
