@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 from palimpsa_data.locks import BusyError, holder, lock, this_process
 
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
 
 def test_one_holds_it_the_other_hears_who(tmp_path: Path) -> None:
     path = tmp_path / "x.lock"

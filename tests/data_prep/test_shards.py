@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.jobs import content, die_at, killed
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from palimpsa_data import DataError
 from palimpsa_data.documents import Skipped
@@ -28,6 +29,8 @@ from palimpsa_data.shards import (
     write_shard,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
 SPEC = ShardSpec("input", "tokenizer", "config", vocab_size=1000, loss_mask=True)
 DOCUMENTS = [
     Encoded(np.array([5, 6, 999, 2]), np.array([0, 0, 1, 1])),
@@ -41,10 +44,6 @@ DOCUMENTS = [
 
 def write(stem: Path, spec: ShardSpec = SPEC) -> bool:
     return write_shard(stem, iter(DOCUMENTS), spec, most_tokens=1000)[1]
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 @pytest.fixture
@@ -99,34 +98,6 @@ def test_files_of_another_spec_do_not_stay(stem: Path) -> None:
     assert not stem.with_name(stem.name + ".mask.bin").exists()
 
 
-def die_at(call: int, stem: Path) -> None:
-    """In a child: write the shard, dying before the `call`-th step that touches the disk's names or flushes."""
-    steps = 0
-
-    def counted(function: Any) -> Any:
-        def step(*args: Any, **kwargs: Any) -> Any:
-            nonlocal steps
-            steps += 1
-            if steps == call:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return function(*args, **kwargs)
-
-        return step
-
-    for owner, name in ((os, "fsync"), (os, "open"), (Path, "replace"), (Path, "unlink"), (Path, "write_bytes")):
-        setattr(owner, name, counted(getattr(owner, name)))
-    write(stem)
-
-
-def killed(target: Any, *args: Any) -> bool:
-    """Run in a forked child; whether SIGKILL ended it (False: it came to its end)."""
-    child = multiprocessing.get_context("fork").Process(target=target, args=args)
-    child.start()
-    child.join(60)
-    assert child.exitcode in (0, -signal.SIGKILL)
-    return child.exitcode == -signal.SIGKILL
-
-
 @pytest.mark.parametrize("older", ["nothing", "another spec"])
 def test_killed_at_every_step_then_rerun_gives_the_same_bytes(tmp_path: Path, older: str) -> None:
     expected = shard_stem(tmp_path / "expected", "x", 0, 1)
@@ -137,7 +108,7 @@ def test_killed_at_every_step_then_rerun_gives_the_same_bytes(tmp_path: Path, ol
         shutil.rmtree(stem.parent, ignore_errors=True)
         if older == "another spec":
             write(stem, ShardSpec("older input", "tokenizer", "config", 1000, True))
-        if not killed(die_at, call, stem):
+        if not killed(die_at, call, lambda: write(stem)):
             break
         kills += 1
         if manifest_path(stem).exists():  # then it speaks for files that are all there
