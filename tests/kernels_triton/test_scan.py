@@ -27,6 +27,7 @@ SMALL = {
     "columns on 8 lanes": Case(
         tokens=11, heads=2, key_dim=32, value_dim=32, decays=("medium", "strong"), dtype=torch.bfloat16
     ),
+    "tiles larger than the states": Case(tokens=9, heads=2, key_dim=24, value_dim=20, dtype=torch.bfloat16),
     "two tiles of keys": Case(tokens=9, heads=2, key_dim=48, decays=("weak", "strong")),
     "one token": Case(tokens=1, chunk_size=None),
 }

@@ -407,7 +407,8 @@ def elementwise_gradients(
     # The scale of dy goes along with q.
     qk = pack_query_key(q, k, scale)
     sharing = heads // groups * parts_v
-    exact = (block_k, block_v) not in adjoint_tiles(target) or not in_pairs(v, beta, dy)
+    even = key_dim % block_k == 0 and value_dim % block_v == 0
+    exact = not (even and (block_k, block_v) in adjoint_tiles(target) and in_pairs(v, beta, dy))
     rows = block_k // row_lanes(block_k, block_v)
     row_length = triton.cdiv(key_dim, rows) * rows
     row_bytes = 2 * chunks.size * heads * parts_v * row_length * part_dtype.itemsize
@@ -441,7 +442,7 @@ def elementwise_gradients(
             torch.zeros(1, device=q.device, dtype=torch.int32), work, first_chunk, chunks.size, slots, spans.slots,
             heads, heads // groups, qk.stride(1), v.stride(1), beta.stride(1), dy.stride(1),
             K=key_dim, V=value_dim, BLOCK_K=block_k, BLOCK_V=block_v, HAS_INITIAL=initial is not None,
-            PRIOR_GRADIENT=prior_gradient, EXACT=exact, EVEN=key_dim % block_k == 0 and value_dim % block_v == 0,
+            PRIOR_GRADIENT=prior_gradient, EXACT=exact, EVEN=even,
             STAGES=STAGES, DENSE_STAGES=DENSE_STAGES, num_warps=1,
         )  # fmt: skip
 
