@@ -22,7 +22,7 @@ from palimpsa_kernels.triton.incoming import add_incoming, decay_gradient, launc
 from palimpsa_kernels.triton.palimpsa import tokens_adjacent
 from palimpsa_kernels.triton.primitives import chunk_bounds, chunk_document, matrix_dtype
 from palimpsa_kernels.triton.states import chunk_states, pass_adjoints, pass_states, to_internal, to_public
-from palimpsa_kernels.triton.targets import capability, ssd_gradient_options
+from palimpsa_kernels.triton.targets import capability, ssd_block_v, ssd_gradient_options
 
 CHUNK = 64
 MAX_SPLITS = 8
@@ -192,12 +192,13 @@ def strictly_lower(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 def launch_options(q: Tensor, v: Tensor) -> dict[str, Any]:
     """Compile-time arguments of the readout and the gradient kernel but for `num_warps`."""
+    block_k = max(16, triton.next_power_of_2(q.shape[3]))
     return {
         "K": q.shape[3],
         "V": v.shape[3],
         "BLOCK_T": CHUNK,
-        "BLOCK_K": max(16, triton.next_power_of_2(q.shape[3])),
-        "BLOCK_V": max(16, min(64, triton.next_power_of_2(v.shape[3]))),
+        "BLOCK_K": block_k,
+        "BLOCK_V": ssd_block_v(block_k, v.shape[3], v.dtype),
         "OPERAND": matrix_dtype(v.dtype),
         "SUM": tl.float32 if v.dtype == torch.bfloat16 else tl.float64,
         "num_stages": 2,

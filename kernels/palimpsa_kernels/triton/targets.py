@@ -21,6 +21,12 @@ def capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+def ssd_block_v(block_k: int, value_dim: int, dtype: torch.dtype) -> int:
+    """Value channels at a time of SSD's kernels; a chunk's wide q and k in fp32 fill the shared memory."""
+    widest = 16 if block_k > 128 and dtype != torch.bfloat16 else 64
+    return max(16, min(widest, triton.next_power_of_2(value_dim)))
+
+
 def ssd_gradient_options(target: int, block_v: int) -> dict[str, Any]:
     """Block of value channels, warps, and whether the matrix that sums pairs of tokens is loaded instead of formed."""
     hopper = HOPPER <= target < BLACKWELL
@@ -36,7 +42,7 @@ def incoming_blocks(target: int, block_k: int, value_dim: int, dtype: torch.dtyp
     wide = block_k > 128
     widest = 16 if target < HOPPER else 32 if wide else 64
     return {
-        "BLOCK_T": 32 if target < HOPPER or (wide and dtype != torch.bfloat16) else 64,
+        "BLOCK_T": 32 if target < HOPPER or (block_k > 64 and dtype != torch.bfloat16) else 64,
         "BLOCK_V": max(16, min(widest, triton.next_power_of_2(value_dim))),
     }
 
