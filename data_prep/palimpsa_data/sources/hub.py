@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,6 @@ def hub_shards(name: str, config: str | None) -> list[HubShard]:
         DataError: nothing local has this name, and the hub does not answer or does not know it.
     """
     with optional_packages():
-        import httpx
         from huggingface_hub import HfApi
 
     try:
@@ -46,7 +46,7 @@ def hub_shards(name: str, config: str | None) -> list[HubShard]:
         dataset = _stream(name, config, revision)
         size = (dataset.info.download_size or 0) // dataset.num_shards
         return [HubShard(name, config, revision, n, dataset.num_shards, size) for n in range(dataset.num_shards)]
-    except (httpx.HTTPError, OSError, ValueError, RuntimeError) as error:
+    except _hub_errors() as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DataError(f"{name}: nothing here has this name, and the hub says: {reason}") from None
 
@@ -57,15 +57,12 @@ def hub_rows(shard: HubShard, columns: Collection[str]) -> Iterator[dict[str, An
     Raises:
         DataError: the stream broke off.
     """
-    with optional_packages():
-        import httpx
-
     try:
         part = _stream(shard.name, shard.config, shard.revision).shard(shard.count, shard.number)
         if part.column_names is not None:
             part = part.select_columns([column for column in part.column_names if column in columns])
         yield from part
-    except (httpx.HTTPError, OSError, ValueError, RuntimeError) as error:
+    except _hub_errors() as error:
         raise DataError(f"{shard.label}: the hub's stream broke off ({error}); run again") from None
 
 
@@ -74,3 +71,9 @@ def _stream(name: str, config: str | None, revision: str) -> Any:
         import datasets
 
     return datasets.load_dataset(name, config, split="train", streaming=True, revision=revision)
+
+
+def _hub_errors() -> tuple[type[Exception], ...]:
+    # huggingface_hub's HTTP client is another one in newer versions, and its errors are no OSErrors.
+    clients = [importlib.import_module(name) for name in ("httpx", "httpx2") if importlib.util.find_spec(name)]
+    return OSError, ValueError, RuntimeError, *(client.HTTPError for client in clients)

@@ -67,27 +67,36 @@ def test_paths_are_not_asked_for_on_the_hub(asked: list[tuple[Any, ...]], patter
     assert not asked
 
 
-def test_a_hub_that_does_not_answer_is_said(asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    import httpx
-
-    def refuse(self: Any, name: str) -> None:
-        raise httpx.ConnectError("Name or service not known")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", refuse)
-    with pytest.raises(DataError, match=r"org/name: nothing here has this name, and the hub says: Name or service"):
+def test_a_hub_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    with pytest.raises(DataError, match=r"org/name: nothing here has this name, and the hub says: .*[Rr]efused"):
         find_inputs(["org/name"])
 
 
-def test_a_stream_that_breaks_off_is_said(asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+def _client_error() -> Exception:
+    """What huggingface_hub's own client raises without a network."""
+    try:
+        huggingface_hub.get_session().get("http://127.0.0.1:9")
+    except Exception as error:
+        return error
+    raise AssertionError("somebody listens there")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"), [(ConnectionError("reset by peer"), "reset by peer"), (_client_error(), ".*refused")]
+)
+def test_a_stream_that_breaks_off_is_said(
+    error: Exception, reason: str, asked: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (first, *_) = find_inputs(["org/name"])
 
     def broken(name: str, config: str | None, **_: Any) -> Any:
         def rows() -> Any:
             yield {"text": "one"}
-            raise ConnectionError("reset by peer")
+            raise error
 
         return datasets.IterableDataset.from_generator(rows)
 
     monkeypatch.setattr(datasets, "load_dataset", broken)
-    with pytest.raises(DataError, match=r"org/name/00000-of-00003: the hub's stream broke off \(reset by peer\); run"):
+    with pytest.raises(DataError, match=rf"org/name/00000-of-00003: the hub's stream broke off \({reason}\); run"):
         list(read(first, FineWebOptions(), lambda _: None))
