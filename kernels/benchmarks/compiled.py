@@ -4,7 +4,8 @@ usage: python kernels/benchmarks/compiled.py [sm_80 sm_90 sm_100]
 
 One JSON object a line: kernel, target, registers, spilled (instructions that touch local memory), instructions in all
 and, for the two elementwise loops, instructions per state element and token in the innermost loop that holds the
-reciprocals. Limits stand in tests/kernels_triton/thresholds.toml.
+reciprocals; of the backward one also whether its tiles lie as its sums by tensor cores need it. Limits stand in
+tests/kernels_triton/thresholds.toml.
 """
 
 import collections
@@ -266,6 +267,8 @@ def report(name: str, configuration: Configuration, target: str) -> dict[str, An
     if configuration.loop_elements:
         loop = smallest_loop(code, configuration.loop_elements)
         entry["instructions_per_element"] = round(loop / configuration.loop_elements, 2)
+    if configuration.kernel is adjoint.adjoint_kernel:
+        entry["tensor_cores"] = adjoint.layout_fits(compiled, configuration.constants["BLOCK_V"])
     return entry
 
 
