@@ -7,6 +7,7 @@ finds the same plan there or is refused, so shards of two jobs never mix; `statu
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,9 +92,10 @@ class Plan:
 
 
 def plan_of(job: PrepJob, tokenizer: TokenizerInfo) -> Plan:
-    """Raises DataError for a job without inputs."""
+    """Raises DataError for a job without inputs, with one of them in its output, or with a name that is not UTF-8."""
     if not job.inputs:
         raise DataError(f"{job.output}: nothing to prepare; name at least one input")
+    _check_output(job)
     return Plan(
         format=FORMAT,
         name=job.output.resolve().name,
@@ -106,18 +108,36 @@ def plan_of(job: PrepJob, tokenizer: TokenizerInfo) -> Plan:
     )
 
 
+def _check_output(job: PrepJob) -> None:
+    output = job.output.resolve()
+    try:
+        str(output).encode()
+    except UnicodeEncodeError:
+        raise DataError(f"--output {os.fsencode(output)!r}: the name is not UTF-8; choose another") from None
+    for entry in job.inputs:
+        # A second call would take what the first one wrote for inputs.
+        if entry.path.exists() and output in (entry.path.parent.resolve() / entry.path.name).parents:
+            raise DataError(f"{entry.path}: an input cannot lie in --output {job.output}; choose another --output")
+
+
 def save_plan(folder: Path, plan: Plan) -> None:
     """Write job.json, or find the same one there.
 
     Raises:
-        DataError: the folder holds another job or something else than a job; the message says where the jobs differ.
+        DataError: the folder holds another job or something else than a job, and the message says where the jobs
+            differ; or it cannot be written into.
     """
     path, lock_file = folder / "job.json", folder / "job.lock"
-    if not path.is_file() or lock_file.exists():  # it stays behind a killed process
-        folder.mkdir(parents=True, exist_ok=True)
-        with lock(lock_file, wait=True):
-            if not path.is_file():
-                write_atomically(path, json_bytes(dataclasses.asdict(plan)))
+    try:
+        if not path.is_file() or lock_file.exists():  # it stays behind a killed process
+            folder.mkdir(parents=True, exist_ok=True)
+            with lock(lock_file, wait=True):
+                if not path.is_file():
+                    write_atomically(path, json_bytes(dataclasses.asdict(plan)))
+    except OSError as error:
+        raise DataError(
+            f"cannot write into {folder}: {error.strerror}; make space, change rights or choose another --output"
+        ) from error
     there = read_plan(folder)
     if there == plan:
         return

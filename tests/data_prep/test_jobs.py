@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import os
 import resource
 import threading
 import time
@@ -156,6 +157,30 @@ def test_a_broken_input_does_not_stop_the_others(tmp_path: Path, processes: int)
 def test_nothing_to_prepare(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nothing to prepare"):
         run_job(dataclasses.replace(fineweb_job(tmp_path), inputs=[]))
+
+
+def test_inputs_in_the_output_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    """The second call would find the first one's files among its inputs, and be another job."""
+    job = fineweb_job(tmp_path)
+    for output in (tmp_path / "in", tmp_path):
+        before = content(tmp_path / "in")
+        with pytest.raises(DataError, match=r"\.parquet: an input cannot lie in --output .* choose another --output"):
+            run_job(dataclasses.replace(job, output=output))
+        assert content(tmp_path / "in") == before
+        assert not (tmp_path / "job.json").exists()
+
+
+def test_an_output_that_no_record_could_hold_is_refused(tmp_path: Path) -> None:
+    output = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    with pytest.raises(DataError, match=r"caf\\xe9': the name is not UTF-8; choose another"):
+        run_job(dataclasses.replace(fineweb_job(tmp_path), output=output))
+
+
+def test_an_output_that_cannot_be_a_folder_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for output in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        with pytest.raises(DataError, match=r"cannot write into .*file.*; make space, change rights or choose another"):
+            run_job(dataclasses.replace(fineweb_job(tmp_path), output=output))
 
 
 def test_examples_have_a_loss_mask(tmp_path: Path) -> None:

@@ -29,8 +29,9 @@ _TEXT = (".txt", ".md")
 _BLOB = re.compile(r"[0-9a-f]{40}(\.gz)?")
 # Left by version control, by `datasets` and by whoever made the folder; none of them holds rows.
 _METADATA = {"dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json"}
-# A set that was prepared into the folder of its inputs.
-_PREPARED = re.compile(r"-\d{5}-of-\d{5}\.(manifest|input)\.json$")
+# What `prep` writes: a folder with one of these is an output, not an input.
+_PREPARED = re.compile(r"-\d{5}-of-\d{5}\.(manifest|input)\.json")
+_JOB_KEYS = {"format", "inputs", "kind", "recipe", "tokenizer"}
 _HUB_NAME = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<config>[\w.-]+))?")
 
 
@@ -71,11 +72,13 @@ def find_inputs(patterns: Sequence[str], loose: Loose = "") -> list[Input]:
             so do each folder's files named by 40 hexadecimal digits.
 
     Raises:
-        DataError: a pattern that matches nothing, a file of unknown format, the same file twice.
+        DataError: a pattern that matches nothing, a file of unknown format, the same file twice, a link to nothing, a
+            name that is not UTF-8.
     """
     found: dict[Path, Input] = {}
     for pattern in patterns:
         for item in _matching(pattern, loose):
+            _require_utf8(item)
             key = item.path.resolve() if item.hub is None else Path(item.name)
             if key in found:
                 raise DataError(f"{item.path} is named twice: by {pattern} and before; leave one out")
@@ -128,12 +131,15 @@ def _walk(folder: Path, loose: Loose) -> Iterator[Input]:
     def refuse(error: OSError) -> None:
         raise DataError(f"cannot look into {error.filename}: {error.strerror}")
 
-    for name, subfolders, files in os.walk(folder, onerror=refuse):
+    seen: set[Path] = set()
+    for name, subfolders, files in os.walk(folder, onerror=refuse, followlinks=True):
         here = Path(name)
         subfolders[:] = sorted(sub for sub in subfolders if not sub.startswith("."))
-        if any(_PREPARED.search(file) for file in files):
+        # A link may lead back to where the search was.
+        if here.resolve() in seen or _is_prepared(here, files):
             subfolders.clear()
             continue
+        seen.add(here.resolve())
         if "dataset_dict.json" in files:
             splits = read_json(here / "dataset_dict.json").get("splits", [])
             raise DataError(
@@ -144,11 +150,11 @@ def _walk(folder: Path, loose: Loose) -> Iterator[Input]:
             continue
         loose_here = [file for file in files if _is_loose(file, loose)]
         if loose and loose_here:
-            size = sum((here / file).stat().st_size for file in loose_here)
+            size = sum(_size(here / file) for file in loose_here)
             yield Input(_name(here, folder), here, loose, size)
         for file in sorted(set(files) - set(loose_here)):
             path = here / file
-            if not file.startswith((".", "_")) and file not in _METADATA and path.is_file():
+            if not file.startswith((".", "_")) and file not in _METADATA:
                 yield from _file(path, _name(path, folder), "")
 
 
@@ -165,7 +171,36 @@ def _saved_dataset(here: Path, root: Path) -> Iterator[Input]:
 def _file(path: Path, name: str, loose: Loose) -> Iterator[Input]:
     kind = _format(path, loose)
     if kind is not None:
-        yield Input(name, path, kind, path.stat().st_size)
+        yield Input(name, path, kind, _size(path))
+
+
+def _size(path: Path) -> int:
+    if not path.is_file():
+        raise DataError(f"{path} is a link to nothing, or no regular file; repair it or take it away")
+    return path.stat().st_size
+
+
+def _is_prepared(folder: Path, files: Sequence[str]) -> bool:
+    if any(_PREPARED.search(file) for file in files):
+        return True
+    # A job that has not come further.
+    return "job.json" in files and _is_job(folder / "job.json")
+
+
+def _is_job(path: Path) -> bool:
+    try:
+        return read_json(path).keys() >= _JOB_KEYS
+    except DataError:
+        return False
+
+
+def _require_utf8(item: Input) -> None:
+    try:
+        item.name.encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            f"{os.fsencode(item.path)!r}: the name is not UTF-8, records could not hold it; rename it"
+        ) from None
 
 
 def _format(path: Path, loose: Loose) -> Format | None:

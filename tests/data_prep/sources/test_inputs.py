@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 from pathlib import Path
@@ -96,6 +97,39 @@ def test_a_set_prepared_among_its_inputs_is_none(folder: Path) -> None:
     write_lines(folder / "out" / "out-00000-of-00002.input.json", [{}])
     write_lines(folder / "out" / "deeper" / "report.json", [{}])
     assert names(folder) == IN_FOLDER
+
+
+def test_a_set_that_was_only_begun_among_its_inputs_is_none(folder: Path) -> None:
+    """Killed right after job.json, which is a .json file as any other."""
+    job = {"format": 1, "kind": "text", "recipe": 1, "inputs": [], "tokenizer": {}}
+    write_lines(folder / "out" / "job.json", [job])
+    assert names(folder) == IN_FOLDER
+    write_lines(folder / "other" / "job.json", [{"text": "a row"}])
+    assert names(folder) == sorted([*IN_FOLDER, "fw/other/job.json"])
+
+
+def test_links_to_folders_are_followed_once(folder: Path, tmp_path: Path) -> None:
+    (folder / "data" / "back").symlink_to(folder, target_is_directory=True)
+    (tmp_path / "elsewhere").mkdir()
+    write_lines(tmp_path / "elsewhere" / "far.jsonl", [{"text": "x"}])
+    (folder / "linked").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (folder / "linked-again").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    assert names(folder) == sorted([*IN_FOLDER, "fw/linked/far.jsonl"])
+
+
+@pytest.mark.parametrize("name", ["gone.parquet", "gone.txt", "pipe.jsonl"])
+def test_what_should_be_a_file_and_is_none_is_said(folder: Path, name: str) -> None:
+    path = folder / "data" / name
+    os.mkfifo(path) if name.startswith("pipe") else path.symlink_to("nowhere")
+    for pattern in (folder, folder / "data" / "[gp]*"):
+        with pytest.raises(DataError, match=rf"{name} is a link to nothing, or no regular file"):
+            names(pattern, loose="text")
+
+
+def test_a_name_that_no_record_could_hold_is_said(folder: Path) -> None:
+    shutil.copy(folder / "more.jsonl.gz", os.fsencode(folder) + b"/caf\xe9.jsonl.gz")
+    with pytest.raises(DataError, match=r"caf\\xe9.jsonl.gz': the name is not UTF-8"):
+        names(folder)
 
 
 @pytest.mark.parametrize("pattern", ["absent.parquet", "absent/*.parquet", "fw/data/*.jsonl", "/absent/folder/"])
