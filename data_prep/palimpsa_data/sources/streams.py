@@ -125,14 +125,15 @@ def _lines(blocks: Iterable[bytes]) -> Iterator[bytes | BadRow]:
         begun.append(first if size <= MAX_ROW_BYTES else b"")
         size += len(first)
         for part in others:
-            yield b"".join(begun) if size <= MAX_ROW_BYTES else _too_large()
+            yield b"".join(begun) if size <= MAX_ROW_BYTES else too_large()
             begun, size = [part], len(part)
         if size > MAX_ROW_BYTES:
             begun = []
-    yield b"".join(begun) if size <= MAX_ROW_BYTES else _too_large()
+    yield b"".join(begun) if size <= MAX_ROW_BYTES else too_large()
 
 
-def _too_large() -> BadRow:
+def too_large() -> BadRow:
+    """What stands in the place of a row that memory may not hold."""
     return BadRow(f"row larger than {MAX_ROW_BYTES // 2**20} MiB")
 
 
@@ -231,7 +232,7 @@ class _ArrayReader:
                 # A string without its end, or an error near the end of the window, may only need more text.
                 cut = error.msg.startswith("Unterminated string") or error.pos > len(self._text) - _LOOK_AHEAD
                 if cut and held > MAX_ROW_BYTES:
-                    return self._skip_broken(into, _too_large())
+                    return self._skip_broken(into, too_large())
                 if cut and self._read_on(self._more(held)):
                     continue
                 return self._skip_broken(into, BadRow("not JSON"))

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from palimpsa_data.errors import DataError
+from palimpsa_data.sources import streams
 from palimpsa_data.sources.streams import BadRow
 
 _BATCH_BYTES = 8 * 2**20
@@ -24,7 +25,8 @@ Row = dict[str, Any] | BadRow
 def parquet_rows(path: Path, columns: Collection[str], progress: Callable[[int], None]) -> Iterator[Row]:
     """Rows with those of `columns` that there are; of a list of structs, those fields that are among them too.
 
-    A row group that cannot be read counts as so many bad rows. `progress` gets the file's bytes in proportion.
+    A row group that cannot be read counts as so many bad rows, a row with a value of more than `MAX_ROW_BYTES` as one.
+    `progress` gets the file's bytes in proportion.
 
     Raises:
         DataError: the file is not parquet, or cannot be read.
@@ -111,6 +113,9 @@ def _rows_at_once(rows: int, size: int) -> int:
 
 
 def _rows(batch: pa.RecordBatch) -> Iterator[Row]:
+    if batch.num_rows == 1 and any(map(_is_too_large, batch.columns)):
+        yield streams.too_large()
+        return
     names = batch.schema.names
     columns: list[list[Any]] | None = None
     # Huge documents among the rows are not to be held twice all at once.
@@ -129,6 +134,11 @@ def _rows(batch: pa.RecordBatch) -> Iterator[Row]:
     values = zip(*columns, strict=True) if columns else (() for _ in range(batch.num_rows))
     for row in values:
         yield dict(zip(names, row, strict=True))
+
+
+def _is_too_large(column: pa.Array) -> bool:
+    # A repository's files may well be more together: only a single value is one document.
+    return not pa.types.is_nested(column.type) and column.nbytes > streams.MAX_ROW_BYTES
 
 
 def _first_line(error: Exception) -> str:

@@ -73,7 +73,7 @@ class Tokenizer(ABC):
         ids: list[np.ndarray] = []
         offsets = [0]
         for text in texts:
-            ids.extend(self._encode_one(piece) for piece in pieces(text, self._encode_one))
+            ids.extend(_narrow(self._encode_one(piece)) for piece in pieces(text, self._encode_one))
             offsets.append(sum(map(len, ids)))
         return Batch(np.concatenate(ids), np.array(offsets))
 
@@ -86,3 +86,8 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of the ids; control ids give nothing."""
+
+
+def _narrow(ids: np.ndarray) -> np.ndarray:
+    # A huge document's ids are the most that a process ever holds.
+    return ids.astype(np.uint16) if ids.max(initial=0) < 1 << 16 else ids

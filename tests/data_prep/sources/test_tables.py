@@ -17,6 +17,7 @@ from helpers.data_fixtures import (
     write_parquet,
 )
 from palimpsa_data import DataError
+from palimpsa_data.sources import streams
 from palimpsa_data.sources.streams import BadRow
 from palimpsa_data.sources.tables import arrow_columns, arrow_rows, parquet_columns, parquet_rows
 
@@ -121,6 +122,30 @@ def test_huge_documents_side_by_side_are_not_held_twice(tmp_path: Path) -> None:
     )
     assert tracemalloc.get_traced_memory()[1] < 24 * 2**20
     tracemalloc.stop()
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_a_text_that_memory_could_not_hold_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    monkeypatch.setattr(streams, "MAX_ROW_BYTES", 2**25)
+    large, allowed = "x" * (2**25 + 1), "x" * (2**25 - 8)
+    rows: list[dict[str, Any]] = [
+        {"text": "small", "files": None},
+        {"text": large, "files": None},
+        {"text": allowed, "files": None},
+    ]
+    rows.append({"text": "many files", "files": [{"text": allowed[::2]}] * 3})
+    table = pa.Table.from_pylist(rows)
+    path = tmp_path / f"x{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(table, path)
+        found = read(path, "text", "files")
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+        found = list(arrow_rows(path, ["text", "files"], lambda _: None))
+    assert found == [rows[0], BadRow("row larger than 32 MiB"), *rows[2:]]
 
 
 def test_memory_is_bounded_by_rows_not_by_row_groups(tmp_path: Path) -> None:
