@@ -18,6 +18,7 @@ from typing import Any
 from palimpsa_data import tokenizers
 from palimpsa_data.documents import Item
 from palimpsa_data.errors import DataError
+from palimpsa_data.failures import Failures
 from palimpsa_data.files import json_bytes, read_json, require_free_space, write_atomically
 from palimpsa_data.locks import BusyError, lock
 from palimpsa_data.pipeline import Done, write_input
@@ -78,7 +79,7 @@ def run_job(
         else:
             run.spread(workers)
     if run.failed:
-        raise DataError(_failure(run.failed, len(mine)))
+        raise DataError(run.failed.text(len(mine)))
     done = {stems[index]: run.done[index] for index in mine}
     return JobResult(plan, done, run.written, time.monotonic() - started)
 
@@ -97,13 +98,6 @@ def _require_space(job: PrepJob, missing: Sequence[int]) -> None:
     require_free_space(job.output, sum(job.inputs[index].bytes for index in missing) // 2)
 
 
-def _failure(failed: dict[int, str], count: int) -> str:
-    reasons = [failed[index] for index in sorted(failed)]
-    rest = f"\n... and {len(reasons) - 10} more" if len(reasons) > 10 else ""
-    others = "; the others are done" if len(failed) < count else ""
-    return f"{len(failed)} of {count} shards could not be prepared{others}:\n" + "\n".join(reasons[:10]) + rest
-
-
 class _Run:
     """One call's shards: those still to do, and what became of the others."""
 
@@ -116,7 +110,7 @@ class _Run:
         say: Callable[[str], None],
     ) -> None:
         self.done: dict[int, Manifest] = {}
-        self.failed: dict[int, str] = {}
+        self.failed = Failures()
         self.written = 0
         self._job, self._mine, self._started = job, mine, started
         self._progress, self._say = progress, say
@@ -153,8 +147,7 @@ class _Run:
             self.done[index] = outcome.manifest
             self.written += outcome.written
         else:
-            self.failed[index] = str(outcome.error)
-            self._say(str(outcome.error))
+            self._say(self.failed.add(index, str(self._job.inputs[index].path), str(outcome.error)))
 
     def _report(self, *, force: bool = False) -> None:
         now = time.monotonic()
