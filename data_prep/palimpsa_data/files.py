@@ -31,7 +31,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Raises DataError naming the file when it is missing or is not a JSON object."""
     try:
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"cannot read {path}: {error}") from None
     if not isinstance(value, dict):
         raise DataError(f"{path}: expected a JSON object, found {type(value).__name__}")

@@ -94,7 +94,7 @@ class SetIndex:
                     raise DataError(f"{path}: truncated or exchanged; {_REMEDY}")
                 if checksums and sha256_file(path) != file["sha256"]:
                     raise DataError(f"{path}: content differs from {record}; {_REMEDY}")
-        except (OSError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{record}: the files it names cannot be read ({error}); {_REMEDY}") from None
 
     def _write_once(self, name: str, record: Path, build: Callable[[], ArrayMap]) -> None:

@@ -69,7 +69,7 @@ def read_index(path: Path) -> Index:
         lengths = np.frombuffer(content, np.int32, sequences, offset)
         pointers = np.frombuffer(content, np.int64, sequences, offset + 4 * sequences)
         documents = np.frombuffer(content, np.int64, boundaries, offset + 12 * sequences)
-    except (OSError, struct.error, KeyError, ValueError) as error:
+    except (OSError, struct.error, KeyError, ValueError, OverflowError) as error:
         raise DataError(f"{path}: not a readable Megatron index ({error}); prepare the data again") from None
     starts = np.cumsum(lengths, dtype=np.int64) - lengths
     whole = len(content) == offset + 12 * sequences + 8 * boundaries

@@ -19,6 +19,7 @@ from palimpsa_data.errors import DataError
 from palimpsa_data.files import json_bytes, json_sha256, read_json, write_atomically
 from palimpsa_data.locks import lock
 from palimpsa_data.pipeline import Limits
+from palimpsa_data.records import RecordError, from_json, is_file_name
 from palimpsa_data.sets import TokenizerInfo
 from palimpsa_data.shards import shard_stem
 from palimpsa_data.sources.options import deciding
@@ -152,18 +153,15 @@ def read_plan(folder: Path) -> Plan:
     if not path.is_file():
         raise DataError(f"{path} is missing: no job was started in this folder")
     content = read_json(path)
+    if content.get("format") != FORMAT:
+        raise DataError(f"{path}: format {content.get('format')}, this version reads {FORMAT}; prepare the data again")
     try:
-        if content["format"] != FORMAT:
-            raise DataError(f"{path}: format {content['format']}, this version reads {FORMAT}; prepare the data again")
-        return _from_json(content)
-    except (KeyError, TypeError, ValueError) as error:
+        plan = from_json(Plan, content)
+    except RecordError as error:
         raise DataError(f"{path}: not a job ({error}); remove the folder and prepare the data again") from None
-
-
-def _from_json(content: dict[str, Any]) -> Plan:
-    inputs = [(str(name), int(size)) for name, size in content["inputs"]]
-    tokenizer = TokenizerInfo(**content["tokenizer"])
-    return Plan(**{**content, "inputs": inputs, "tokenizer": tokenizer})
+    if not is_file_name(plan.name):
+        raise DataError(f"{path}: name {plan.name!r} is no file name; remove the folder and prepare the data again")
+    return plan
 
 
 def _difference(key: str, there: Any, here: Any) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 from palimpsa_data.errors import DataError
 from palimpsa_data.files import json_bytes, read_json, sha256_file, write_atomically
 from palimpsa_data.indexed import map_pointers, read_index, token_dtype
+from palimpsa_data.records import RecordError, from_json, is_file_name
 from palimpsa_data.shards import FORMAT, Manifest, check_shard, manifest_path, output_path
 
 _MOST_MAPPED = 128
@@ -66,7 +67,8 @@ def write_set(folder: Path, name: str, tokenizer: TokenizerInfo, shards: dict[Pa
         raise DataError(f"set {folder}: some shards have a loss mask, some have none; make sets of their own of them")
     info = _summary(folder, name, tokenizer, shards)
     if info.tokens == 0:
-        raise DataError(f"set {folder} would hold no token; documents were skipped for {info.skipped or 'no reason'}")
+        reasons = ", ".join(f"{count} for: {reason}" for reason, count in info.skipped.items())
+        raise DataError(f"set {folder} would hold no token; left out were {reasons or 'none, the inputs are empty'}")
     content = json_bytes(dataclasses.asdict(info))
     path = folder / "set.json"
     if not path.is_file() or path.read_bytes() != content:
@@ -102,16 +104,18 @@ def read_set(folder: Path) -> SetInfo:
     if not path.is_file():
         raise DataError(f"{path} is missing: the set was never finished; prepare the data again")
     content = read_json(path)
+    if content.get("format") != FORMAT:
+        raise DataError(f"{path}: format {content.get('format')}, this version reads {FORMAT}; prepare the data again")
     try:
-        if content["format"] != FORMAT:
-            raise DataError(f"{path}: format {content['format']}, this version reads {FORMAT}; prepare the data again")
-        parts = {
-            "tokenizer": TokenizerInfo(**content["tokenizer"]),
-            "shards": tuple(ShardEntry(**entry) for entry in content["shards"]),
-        }
-        return SetInfo(**{**content, **parts})
-    except (KeyError, TypeError) as error:
+        info = from_json(SetInfo, content)
+    except RecordError as error:
         raise DataError(f"{path}: not a set ({error}); prepare the data again") from None
+    tokenizer = info.tokenizer
+    if not all(0 <= token < tokenizer.vocab_size for token in (tokenizer.eod_id, tokenizer.pad_id)):
+        raise DataError(f"{path}: eod_id or pad_id is outside the vocabulary; prepare the data again")
+    if not all(is_file_name(entry.name) for entry in info.shards):
+        raise DataError(f"{path}: a shard lies outside the set; prepare the data again")
+    return info
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -36,6 +36,13 @@ class EncodedBatch:
     lengths: np.ndarray
     sources: Sequence[str]
     text_bytes: int
+
+
+class FileRecord(TypedDict):
+    """What a manifest says of a file."""
+
+    bytes: int
+    sha256: str
 
 
 @dataclass
@@ -84,7 +91,7 @@ class ShardWriter:
         else:
             self._write(item.tokens, item.lengths, item.sources, item.text_bytes, None)
 
-    def finish(self) -> list[dict[str, Any]]:
+    def finish(self) -> list[FileRecord]:
         """Flush everything to the disk; -> bytes and sha256 of each file."""
         lengths = np.concatenate([np.zeros(0, np.int64), *self._all_lengths])
         index = _HashedFile(self._index_path)
@@ -147,7 +154,7 @@ class _HashedFile:
         self._digest.update(view)
         self._bytes += len(view)
 
-    def finish(self) -> dict[str, Any]:
+    def finish(self) -> FileRecord:
         self.close()
         fsync(self._path)
         return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}

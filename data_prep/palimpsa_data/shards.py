@@ -18,16 +18,14 @@ import glob
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from palimpsa_data.documents import Skipped
 from palimpsa_data.errors import DataError
 from palimpsa_data.files import fsync, json_bytes, own_temporary, read_json, require_free_space, sha256_file
 from palimpsa_data.indexed import read_index, token_dtype
 from palimpsa_data.locks import lock
-from palimpsa_data.shard_writer import Encoded, EncodedBatch, ShardWriter
+from palimpsa_data.records import RecordError, from_json
+from palimpsa_data.shard_writer import Encoded, EncodedBatch, FileRecord, ShardWriter
 
 FORMAT = 2
 _SUFFIXES = (".bin", ".idx", ".mask.bin")
@@ -69,7 +67,7 @@ class Manifest:
     lengths: dict[str, int]
     sources: dict[str, list[int]]
     skipped: dict[str, int]
-    outputs: dict[str, dict[str, Any]]
+    outputs: dict[str, FileRecord]
 
 
 def shard_stem(folder: Path, name: str, shard: int, shards: int) -> Path:
@@ -165,11 +163,11 @@ def read_manifest(stem: Path) -> Manifest:
     """Raises DataError naming the file when it is missing or is not a manifest of this format."""
     path = manifest_path(stem)
     content = read_json(path)
+    if content.get("format") != FORMAT:
+        raise DataError(f"{path}: format {content.get('format')}, this version reads {FORMAT}; prepare the data again")
     try:
-        if content["format"] != FORMAT:
-            raise DataError(f"{path}: format {content['format']}, this version reads {FORMAT}; prepare the data again")
-        return Manifest(**{**content, "spec": ShardSpec(**content["spec"])})
-    except (KeyError, TypeError) as error:
+        return from_json(Manifest, content)
+    except RecordError as error:
         raise DataError(f"{path}: not a shard manifest ({error}); prepare the data again") from None
 
 
@@ -207,17 +205,16 @@ def check_shard(stem: Path, *, checksums: bool) -> Manifest:
 def _check_index(stem: Path, manifest: Manifest) -> None:
     path = output_path(stem, ".idx")
     index = read_index(path)
-    dtype = np.dtype(manifest.dtype)
-    tokens = int(index.lengths.sum(dtype=np.int64))
-    if index.dtype != dtype or len(index.lengths) != manifest.documents or tokens != manifest.tokens:
+    tokens = int(index.lengths.sum(dtype="int64"))
+    if index.dtype.name != manifest.dtype or len(index.lengths) != manifest.documents or tokens != manifest.tokens:
         raise DataError(
             f"{path}: {len(index.lengths)} documents, {tokens} tokens of {index.dtype}; its manifest says "
-            f"{manifest.documents}, {manifest.tokens} of {dtype}; prepare the data again"
+            f"{manifest.documents}, {manifest.tokens} of {manifest.dtype}; prepare the data again"
         )
-    per_token = {".bin": dtype.itemsize} | ({".mask.bin": 1} if manifest.spec.loss_mask else {})
+    per_token = {".bin": index.dtype.itemsize} | ({".mask.bin": 1} if manifest.spec.loss_mask else {})
     for suffix, itemsize in per_token.items():
         output = output_path(stem, suffix)
-        if manifest.outputs.get(output.name, {}).get("bytes") != tokens * itemsize:
+        if output.name not in manifest.outputs or manifest.outputs[output.name]["bytes"] != tokens * itemsize:
             raise DataError(f"{output} does not hold the {tokens} tokens of its index; prepare the data again")
     if manifest.max_id >= manifest.spec.vocab_size:
         raise DataError(f"{output_path(stem, '.bin')}: id {manifest.max_id} >= vocabulary {manifest.spec.vocab_size}")

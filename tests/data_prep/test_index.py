@@ -126,12 +126,14 @@ def test_each_file_is_read_whole_by_one_rank(reader: SetReader) -> None:
         flip(path)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"format": 1, "arrays": 5}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b'{"format": 1, "arrays": 5}', b'{"format": 1, "arrays": {"\\u0000": {"bytes": 1}}}']
+)
 def test_a_record_that_is_none(content: bytes, reader: SetReader) -> None:
     written(BestFitPacking, reader)
     (path,) = (reader.folder / "index").glob("*.json")
     whole = json.loads(path.read_bytes())
-    path.write_bytes(content.replace(b"}", b', "set_sha256": "%s"}' % whole["set_sha256"].encode()))
+    path.write_bytes(content.replace(b'"format"', b'"set_sha256": "%s", "format"' % whole["set_sha256"].encode()))
     with pytest.raises(DataError, match=r"best-fit-v\d-16\.json"):
         packing(BestFitPacking, reader, SetIndex(reader, Share()))
 

@@ -47,3 +47,14 @@ def test_a_cut_index_is_refused(tmp_path: Path, cut: int) -> None:
     path.write_bytes(index_bytes(np.dtype(np.int32), np.array([2, 3]))[:cut])
     with pytest.raises(DataError, match=r"x\.idx: not a .*Megatron index"):
         read_index(path)
+
+
+def test_every_flipped_bit_of_a_header_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.idx"
+    whole = index_bytes(np.dtype(np.int32), np.array([2, 3]))
+    for bit in range(8 * 34):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"x\.idx: not a .*Megatron index|do not agree"):
+            read_index(path)
