@@ -21,7 +21,7 @@ from palimpsa_data.locks import lock
 from palimpsa_data.pipeline import Limits
 from palimpsa_data.records import RecordError, from_json, is_file_name
 from palimpsa_data.sets import TokenizerInfo
-from palimpsa_data.shards import shard_stem
+from palimpsa_data.shards import manifest_path, shard_stem
 from palimpsa_data.sources.options import deciding
 
 FORMAT = 1
@@ -122,7 +122,7 @@ def _check_output(job: PrepJob) -> None:
 
 
 def save_plan(folder: Path, plan: Plan) -> None:
-    """Write job.json, or find the same one there.
+    """Write job.json, or find the same one there; an input without a complete shard may have another size since.
 
     Raises:
         DataError: the folder holds another job or something else than a job, and the message says where the jobs
@@ -142,9 +142,34 @@ def save_plan(folder: Path, plan: Plan) -> None:
     there = read_plan(folder)
     if there == plan:
         return
+    if refetched := _refetched(there, plan):
+        stems = plan.stems(folder)
+        _require_no_shards({plan.inputs[shard][0]: manifest_path(stems[shard]) for shard in refetched})
+        with lock(lock_file, wait=True):
+            write_atomically(path, json_bytes(dataclasses.asdict(plan)))
+        return
     differing = [key.name for key in dataclasses.fields(plan) if getattr(there, key.name) != getattr(plan, key.name)]
     what = "; ".join(_difference(key, getattr(there, key), getattr(plan, key)) for key in differing)
     raise DataError(f"{folder} holds another job: {what}. Choose another --output, or remove that folder")
+
+
+def _refetched(there: Plan, here: Plan) -> list[int]:
+    """Numbers of the inputs whose sizes alone differ, where nothing else does."""
+    names = [[name for name, _ in plan.inputs] for plan in (there, here)]
+    if names[0] != names[1] or dataclasses.replace(there, inputs=here.inputs) != here:
+        return []
+    return [shard for shard, (old, new) in enumerate(zip(there.inputs, here.inputs, strict=True)) if old != new]
+
+
+def _require_no_shards(manifests: dict[str, Path]) -> None:
+    made = [(name, manifest) for name, manifest in manifests.items() if manifest.exists()]
+    if made:
+        name, manifest = made[0]
+        more = f" (so are {len(made) - 1} more)" if len(made) > 1 else ""
+        raise DataError(
+            f"{manifest} is of another {name} than that is now{more}: choose another --output, or remove the "
+            f"manifest to have the shard made of the new file"
+        )
 
 
 def read_plan(folder: Path) -> Plan:

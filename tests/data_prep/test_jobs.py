@@ -149,9 +149,25 @@ def test_a_broken_input_does_not_stop_the_others(tmp_path: Path, processes: int)
         run_job(job, processes=processes)
     assert len(list((tmp_path / "out").glob("*.manifest.json"))) == 2
     assert not list((tmp_path / "out").glob("*.tmp"))
-    broken.write_bytes(whole)
-    with pytest.raises(DataError, match="another job: 3 inputs there, 3 here, differing in"):
-        run_job(fineweb_job(tmp_path))  # of another size, so not what the job was started with
+    broken.write_bytes(whole)  # fetched again, and of another size
+    assert run_job(fineweb_job(tmp_path), processes=processes).written == 1
+    assert len(list((tmp_path / "out").glob("*.manifest.json"))) == 3
+
+
+def test_another_file_does_not_replace_a_shard_unasked(tmp_path: Path) -> None:
+    write_inputs(tmp_path / "in", files=3)
+    run_job(fineweb_job(tmp_path))
+    before = content(tmp_path / "out")
+    write_inputs(tmp_path / "in", files=2, rows=7)
+    manifest = r"out-0000{}-of-00003.manifest.json is of another in/train-0000{}.parquet than that is now"
+    with pytest.raises(DataError, match=manifest.format(0, 0) + r" \(so are 1 more\): .* or remove the manifest"):
+        run_job(fineweb_job(tmp_path))
+    assert content(tmp_path / "out") == before
+    (tmp_path / "out/out-00000-of-00003.manifest.json").unlink()
+    with pytest.raises(DataError, match=manifest.format(1, 1) + ": choose"):
+        run_job(fineweb_job(tmp_path))
+    (tmp_path / "out/out-00001-of-00003.manifest.json").unlink()
+    assert run_job(fineweb_job(tmp_path)).written == 2
 
 
 def test_nothing_to_prepare(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_a_shard_without_documents_is_read(tmp_path: Path, tokenizer: TokenizerI
 
 
 def test_a_set_without_tokens_is_refused(tmp_path: Path, tokenizer: TokenizerInfo) -> None:
-    with pytest.raises(DataError, match="would hold no token"):
+    with pytest.raises(DataError, match="would hold no token; left out were none, the inputs are empty"):
         tiny_set(tmp_path / "s", [], tokenizer)
 
 
