@@ -15,10 +15,17 @@ from palimpsa_data.sources.streams import BadRow, json_rows
 Row = dict[str, Any] | BadRow
 
 _ENOUGH_ROWS = 1000
+_REPACK = "unpack it, or pack it with gzip or zstd"
 # What a file that should hold rows may turn out to be, by its first bytes.
 _MISTAKEN = {
     b"PAR1": "a parquet file under another name: rename it",
     b"version https://git-lfs": "a Git LFS pointer, not the file itself: run `git lfs pull`",
+    b"BZh": f"packed with bzip2: {_REPACK}",
+    b"\xfd7zXZ": f"packed with xz: {_REPACK}",
+    b"\x04\x22\x4d\x18": f"packed with lz4: {_REPACK}",
+    b"PK\x03\x04": f"a zip archive: {_REPACK}",
+    b"\xff\xfe": "text in UTF-16: write it in UTF-8",
+    b"\xfe\xff": "text in UTF-16: write it in UTF-8",
     b"<": "a web page, not data: fetch it again",
 }
 

@@ -17,13 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from palimpsa_data.errors import DataError
 from palimpsa_data.optional import optional_packages
 
 MAX_ROW_BYTES = 128 * 2**20
 _BLOCK = 2**20
 # The densest zstd input expands some 30,000-fold, so blocks of it are small.
 _ZSTD_BLOCK = 2**12
-_GZIP_MAGIC, _ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_GZIP_MAGIC = b"\x1f\x8b"
+# A frame of data, or (as parallel packers write first) one to be skipped.
+_ZSTD_MAGIC = re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18")
 # Longer than any literal of JSON and what may come between a number's digits.
 _LOOK_AHEAD = 16
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -46,14 +49,17 @@ def read_blocks(path: Path, progress: Callable[[int], None]) -> Iterator[bytes]:
 
     Raises:
         _DamagedStreamError: after everything that could be read.
+        DataError: a compressed file that takes more memory to read than there may be.
     """
     with path.open("rb") as file:
         magic = file.read(4)
         file.seek(0)
         if magic.startswith(_GZIP_MAGIC):
             blocks = _gzip_blocks(file)
-        elif magic == _ZSTD_MAGIC:
+        elif _ZSTD_MAGIC.fullmatch(magic):
             blocks = _zstd_blocks(file)
+        elif not magic and path.suffix.lower() in (".gz", ".zst"):
+            raise _DamagedStreamError("compressed file of no bytes")
         else:
             blocks = iter(lambda: file.read(_BLOCK), b"")
         for block in blocks:
@@ -86,7 +92,11 @@ def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
             decompressor = zstandard.ZstdDecompressor().decompressobj()
         try:
             yield decompressor.decompress(block)
-        except zstandard.ZstdError:
+        except zstandard.ZstdError as error:
+            if "too much memory" in str(error):
+                raise DataError(
+                    f"{file.name}: was packed with a window of more than 128 MiB; pack it without zstd's --long"
+                ) from None
             raise _DamagedStreamError("zstd is damaged") from None
         rest = decompressor.unused_data if decompressor.eof else b""
         begun = not decompressor.eof

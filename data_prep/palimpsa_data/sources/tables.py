@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +50,8 @@ def parquet_rows(path: Path, columns: Collection[str], progress: Callable[[int],
                     yield from _rows(batch)
                     read += batch.num_rows
                     progress(size * (done + read) // file.metadata.num_rows)
+            except MemoryError as error:
+                raise _no_memory(path) from error
             except (pa.ArrowException, OSError) as error:
                 if getattr(error, "errno", None):
                     raise DataError(f"cannot read {path}: {error}") from None
@@ -77,6 +78,8 @@ def arrow_rows(path: Path, columns: Collection[str], progress: Callable[[int], N
                 for start in range(0, chosen.num_rows, step):
                     yield from _rows(chosen.slice(start, step))
                 progress(source.tell())
+    except MemoryError as error:
+        raise _no_memory(path) from error
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} is not a whole Arrow file ({_first_line(error)}): fetch it again") from None
 
@@ -118,12 +121,17 @@ def _rows(batch: pa.RecordBatch) -> Iterator[Row]:
         return
     names = batch.schema.names
     columns: list[list[Any]] | None = None
+    reason = ""
     # Huge documents among the rows are not to be held twice all at once.
     if batch.num_rows == 1 or batch.nbytes <= 2 * _BATCH_BYTES:
-        with contextlib.suppress(UnicodeDecodeError):
+        try:
             columns = [column.to_pylist() for column in batch.columns]
+        except UnicodeDecodeError:
+            reason = "not UTF-8"
+        except (ValueError, OverflowError):  # Python's dates end with the year 9999
+            reason = "date or time out of range"
     if columns is None and batch.num_rows == 1:
-        yield BadRow("not UTF-8")
+        yield BadRow(reason)
         return
     if columns is None:
         half = batch.num_rows // 2
@@ -139,6 +147,10 @@ def _rows(batch: pa.RecordBatch) -> Iterator[Row]:
 def _is_too_large(column: pa.Array) -> bool:
     # A repository's files may well be more together: only a single value is one document.
     return not pa.types.is_nested(column.type) and column.nbytes > streams.MAX_ROW_BYTES
+
+
+def _no_memory(path: Path) -> DataError:
+    return DataError(f"{path}: not enough memory to read it; run fewer --processes, or where there is more")
 
 
 def _first_line(error: Exception) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
 import itertools
+import lzma
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -75,6 +77,11 @@ def test_a_file_of_damaged_rows_alone_is_counted(tmp_path: Path) -> None:
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a Git LFS pointer"),
         (b"<!DOCTYPE html><html>", "a web page"),
+        (bz2.compress(b'{"text": "x"}'), "packed with bzip2: unpack it"),
+        (lzma.compress(b'{"text": "x"}'), "packed with xz: unpack it"),
+        (b"\x04\x22\x4d\x18rest", "packed with lz4: unpack it"),
+        (b"PK\x03\x04rest", "a zip archive: unpack it"),
+        ('{"text": "x"}'.encode("utf-16"), "text in UTF-16"),
     ],
 )
 def test_what_a_download_may_leave_is_named(tmp_path: Path, name: str, content: bytes, what: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import zstandard
 from helpers.data_fixtures import write_array, write_bytes, write_lines
+from palimpsa_data import DataError
 from palimpsa_data.sources import streams
 from palimpsa_data.sources.streams import BadRow, array_rows, json_rows, line_rows
 
@@ -111,6 +112,27 @@ def test_damage_in_a_compressed_file_is_counted(tmp_path: Path, suffix: str) -> 
     path = write_lines(tmp_path / f"x.jsonl{suffix}", [{"n": 1}])
     path.write_bytes(path.read_bytes() + b"garbage")
     assert read(path) == [{"n": 1}, BadRow(f"{'gzip' if suffix == '.gz' else 'zstd'} is damaged")]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_file_of_no_bytes_is_damaged(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"x.jsonl{suffix}").write_bytes(b"")
+    assert read(tmp_path / f"x.jsonl{suffix}") == [BadRow("compressed file of no bytes")]
+
+
+def test_zstd_may_begin_with_a_frame_to_skip(tmp_path: Path) -> None:
+    """As pzstd writes it."""
+    packed = zstandard.compress(b"".join(json.dumps(row).encode() + b"\n" for row in ROWS))
+    (tmp_path / "x.jsonl.zst").write_bytes(b"\x50\x2a\x4d\x18\x04\0\0\0size" + packed)
+    assert read(tmp_path / "x.jsonl.zst") == ROWS
+
+
+def test_zstd_of_a_window_larger_than_memory_is_no_damage(tmp_path: Path) -> None:
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)
+    packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "x.jsonl.zst").write_bytes(packer.compress(b'{"n": 1}\n') + packer.flush())
+    with pytest.raises(DataError, match=r"x\.jsonl\.zst: .* window of more than 128 MiB; pack it without"):
+        read(tmp_path / "x.jsonl.zst")
 
 
 def nested(depth: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from helpers.data_fixtures import (
     write_parquet,
 )
 from palimpsa_data import DataError
-from palimpsa_data.sources import streams
+from palimpsa_data.sources import streams, tables
 from palimpsa_data.sources.streams import BadRow
 from palimpsa_data.sources.tables import arrow_columns, arrow_rows, parquet_columns, parquet_rows
 
@@ -70,6 +71,38 @@ def test_a_damaged_row_group_costs_its_rows(tmp_path: Path, group: int) -> None:
 def test_text_that_is_not_utf8_costs_its_row(tmp_path: Path) -> None:
     path = write_invalid_utf8_parquet(tmp_path / "x.parquet")
     assert read(path, "text") == [{"text": "good"}, BadRow("not UTF-8"), {"text": "also good"}]
+
+
+@pytest.mark.parametrize("kind", [pa.date32(), pa.timestamp("us"), pa.duration("s")], ids=str)
+def test_a_time_that_python_cannot_hold_costs_its_row(tmp_path: Path, kind: pa.DataType) -> None:
+    times = pa.array([0, 2**30 if kind == pa.date32() else 2**62]).cast(
+        pa.int32() if kind == pa.date32() else pa.int64()
+    )
+    pq.write_table(pa.table({"text": ["good", "far"], "dump": times.cast(kind)}), tmp_path / "x.parquet")
+    first, second = read(tmp_path / "x.parquet", "text", "dump")
+    assert isinstance(first, dict)
+    assert first["text"] == "good"
+    assert second == BadRow("date or time out of range")
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_want_of_memory_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+    """Rows counted as damaged would be lost: the shard would be complete without them."""
+
+    def rows(batch: pa.RecordBatch) -> Iterator[Any]:
+        raise pa.ArrowMemoryError("malloc of size 1 failed")
+        yield
+
+    table = pa.table({"text": ["good"]})
+    path = tmp_path / f"x{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+    monkeypatch.setattr(tables, "_rows", rows)
+    with pytest.raises(DataError, match=rf"x\{suffix}: not enough memory"):
+        list((parquet_rows if suffix == ".parquet" else arrow_rows)(path, ["text"], lambda _: None))
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1 something PAR1", b"no parquet at all"])
