@@ -36,10 +36,13 @@ def write_blend(path: Path, parts: Sequence[Part]) -> list[tuple[SetInfo, float]
     """Write a YAML list of {set, weight, epochs}, sets relative to the file; -> each set with its share of the tokens.
 
     Raises:
-        DataError: no set, one named twice, one that is not finished, or sets of different tokenizers.
+        DataError: no set, one named twice, one that is not finished, weights for some of them alone, or sets of
+            different tokenizers.
     """
     if not parts:
         raise DataError(f"{path}: a blend needs one set at least")
+    if len({part.weight is None for part in parts}) > 1:
+        raise DataError(f"{path}: give every set a weight, or none of them")
     infos = [read_set(part.folder) for part in parts]
     _check(parts, infos)
     weights = [info.tokens if part.weight is None else part.weight for part, info in zip(parts, infos, strict=True)]

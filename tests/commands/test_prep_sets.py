@@ -273,6 +273,7 @@ def test_small_weights_stay_numbers(work: Path) -> None:
         (["--set", "whole", "1", "--set", "whole", "2"], "whole is named twice"),
         (["--set", "in", "1"], "set.json is missing"),
         (["--set", "whole", "1", "--set", "foreign", "1"], "different tokenizers"),
+        (["--set", "whole", "0.7", "--set", "pairs"], "give every set a weight, or none of them"),
     ],
 )
 def test_wrong_blends(
