@@ -18,6 +18,18 @@ _MOST_NEW_TOKENS = 2**20
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit code is that of `training.exit_codes.ExitCode`."""
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        from megatron_palimpsa.training.exit_codes import ExitCode
+
+        print(
+            "megatron-palimpsa: interrupted; what was saved stays, the same command goes on from there", file=sys.stderr
+        )
+        return ExitCode.INTERRUPTED
+
+
+def _run(arguments: list[str] | None) -> int:
     options = _parse(arguments)
     from palimpsa_data import DataError
 
@@ -38,11 +50,6 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         print(f"megatron-palimpsa: error: {error}", file=sys.stderr)
         return ExitCode.FILE_FAILED
-    except KeyboardInterrupt:
-        print(
-            "megatron-palimpsa: interrupted; what was saved stays, the same command goes on from there", file=sys.stderr
-        )
-        return ExitCode.INTERRUPTED
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

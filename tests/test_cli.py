@@ -192,6 +192,9 @@ def test_interrupt_is_130_without_a_traceback(capsys, stage, monkeypatch):
     monkeypatch.setattr(run_module, "train", interrupted)
     assert cli.main(["train", str(stage)]) == 130
     assert "interrupted" in capsys.readouterr().err
+    monkeypatch.setattr(cli, "_parse", interrupted)  # as early as while the commands' modules are imported
+    assert cli.main(["train", str(stage)]) == 130
+    assert "interrupted" in capsys.readouterr().err
 
 
 def test_generate_needs_a_stage(capsys, tmp_path):

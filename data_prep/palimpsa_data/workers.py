@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -29,12 +30,20 @@ class Workers[Task, Result]:
         context = multiprocessing.get_context("spawn")  # a fork would copy locks that threads of ours may hold
         self.counters: Sequence[int] = context.RawArray("q", count * row_size)
         self._processes: dict[Connection, BaseProcess] = {}
-        for row in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, start, (row, self.counters, *arguments)), daemon=True)
-            process.start()
-            theirs.close()
-            self._processes[ours] = process
+        # Ctrl-C goes to all of them at once and is this process's to handle; they are born with it blocked. The tracker
+        # that `multiprocessing` starts first would unblock it.
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            for row in range(count):
+                ours, theirs = context.Pipe()
+                task = (theirs, start, (row, self.counters, *arguments))
+                process = context.Process(target=_work, args=task, daemon=True)
+                process.start()
+                theirs.close()
+                self._processes[ours] = process
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def __enter__(self) -> Workers[Task, Result]:
         return self
@@ -95,7 +104,6 @@ class Workers[Task, Result]:
 
 
 def _work(pipe: Connection, start: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first process's to handle; it ends the others
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         work = start(*arguments)

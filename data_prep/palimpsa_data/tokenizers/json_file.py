@@ -89,9 +89,11 @@ class GigatokenTokenizer(Tokenizer):
 
     def __init__(self, reference: HuggingFaceTokenizer) -> None:
         try:
+            # gigatoken imports it at its first batch, and gives lists without a word where that fails or Ctrl-C comes.
+            import awkward  # noqa: F401
             import gigatoken
-        except ImportError:
-            raise DataError("gigatoken is not installed (pip install 'megatron-palimpsa[data]')") from None
+        except ImportError as error:
+            raise DataError(f"{error.name} is not installed (pip install 'megatron-palimpsa[data]')") from None
         settings = dict(reference.settings)
         settings["added_tokens"] = [token for token in settings["added_tokens"] if not token["special"]]
         try:

@@ -192,14 +192,15 @@ def test_other_ids_for_the_probes_go_to_hugging_face(path: Path, monkeypatch: py
     assert "different ids" in load(path).note
 
 
-def test_without_gigatoken(path: Path) -> None:
+@pytest.mark.parametrize("package", ["gigatoken", "awkward"])
+def test_without_gigatoken_or_what_it_needs(path: Path, package: str) -> None:
     code = (
-        "import sys; sys.modules['gigatoken'] = None\n"
+        f"import sys; sys.modules[{package!r}] = None\n"
         "from palimpsa_data.tokenizers import load\n"
         f"tokenizer = load({str(path)!r}); print(tokenizer.backend, '-', tokenizer.note)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert result.stdout.startswith("huggingface - gigatoken is not installed"), result.stderr
+    assert result.stdout.startswith(f"huggingface - {package} is not installed"), result.stderr
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b'{"model": 3}', b'{"model": {"type": "BPE"}}'])
