@@ -22,11 +22,24 @@ _BATCH_DOCUMENTS = 1 << 14
 
 @dataclass(frozen=True)
 class Limits:
-    """Tokens of a document, its end included, below or above which it is left out; the most tokens of an example."""
+    """Tokens of a document, its end included, below or above which it is left out; the most tokens of an example.
+
+    Raises:
+        DataError: a limit that would leave everything out, or that is none.
+    """
 
     min_tokens: int = 1
     max_tokens: int | None = None
     max_example_tokens: int = 32768
+
+    def __post_init__(self) -> None:
+        if self.min_tokens < 1:
+            raise DataError(f"--min-tokens must be at least 1, not {self.min_tokens}")
+        # A token and the document's end.
+        if self.max_tokens is not None and self.max_tokens < max(self.min_tokens, 2):
+            raise DataError(f"--max-tokens {self.max_tokens} is below --min-tokens {self.min_tokens}, or 2")
+        if self.max_example_tokens < 2:
+            raise DataError(f"--max-example-tokens must be at least 2, not {self.max_example_tokens}")
 
 
 @dataclass(frozen=True)
@@ -144,7 +157,7 @@ class _Encoding:
         )
 
     def _within_limits(self, lengths: np.ndarray) -> np.ndarray:
-        most = self.limits.max_tokens or np.iinfo(np.int32).max
+        most = np.iinfo(np.int32).max if self.limits.max_tokens is None else self.limits.max_tokens
         # A text without a token (an empty one) is its end alone.
         return (lengths > 1) & (lengths >= self.limits.min_tokens) & (lengths <= most)
 

@@ -37,7 +37,7 @@ def add_job_flags(parser: argparse.ArgumentParser) -> None:
         "--shard", type=_share, metavar="I/N", help="do task I of N only, counted from 0: for arrays of jobs"
     )
     parser.add_argument(
-        "--processes", type=_count, default=1, metavar="N", help="processes on this machine (%(default)s)"
+        "--processes", type=count, default=1, metavar="N", help="processes on this machine (%(default)s)"
     )
 
 
@@ -122,7 +122,8 @@ def _share(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """A flag's number of things, of which there is one at least."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"must be an integer from 1, not {text}")
     return int(text)

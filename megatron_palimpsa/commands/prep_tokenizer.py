@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from megatron_palimpsa.commands.prep_job import count
+
 
 def add(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
@@ -24,7 +26,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--text-column", default="text", metavar="NAME", help="column of the text (%(default)s)")
     parser.add_argument(
         "--megabytes",
-        type=int,
+        type=count,
         default=500,
         metavar="N",
         help="text to train on, equally much of each input (%(default)s); training holds it in memory",

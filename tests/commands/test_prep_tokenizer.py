@@ -46,6 +46,7 @@ def test_it_writes_a_tokenizer(inputs: Path, capsys: pytest.CaptureFixture[str],
         (["--output", "t.json", "--vocab-size", "100000"], "the text gives"),
         (["--output", "t.model", "--vocab-size", "100000"], "cannot train a tokenizer with 100000 ids"),
         (["--output", "t.json", "--vocab-size", "20"], "at least 300 are needed"),
+        (["--output", "t.json", "--vocab-size", "300", "--text-column", ""], "--text-column must name a column"),
     ],
 )
 def test_what_cannot_be_is_one_message(
@@ -61,6 +62,15 @@ def test_what_cannot_be_is_one_message(
     assert message in error
     assert "Traceback" not in error
     assert not list(inputs.parent.glob("t.*"))
+
+
+@pytest.mark.parametrize("size", ["0", "-5"])
+def test_no_text_at_all_is_refused(inputs: Path, capsys: pytest.CaptureFixture[str], size: str) -> None:
+    flags = ["--output", str(inputs.parent / "t.json"), "--vocab-size", "300", "--megabytes", size]
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["prep", "tokenizer", str(inputs), *flags])
+    assert f"--megabytes: must be an integer from 1, not {size}" in capsys.readouterr().err
+    assert not (inputs.parent / "t.json").exists()
 
 
 def test_equally_much_of_each_input(inputs: Path) -> None:

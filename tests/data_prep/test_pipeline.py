@@ -104,6 +104,20 @@ def test_limits_count_the_end(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert not write(tmp_path / "c", items, tokenizer, Limits(max_tokens=size - 1))[1]
 
 
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"min_tokens": 0}, "--min-tokens must be at least 1, not 0"),
+        ({"max_tokens": 0}, "--max-tokens 0 is below --min-tokens 1, or 2"),
+        ({"max_tokens": 9, "min_tokens": 10}, "--max-tokens 9 is below --min-tokens 10"),
+        ({"max_example_tokens": -1}, "--max-example-tokens must be at least 2, not -1"),
+    ],
+)
+def test_limits_that_leave_nothing_are_refused(limits: dict[str, int], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Limits(**limits)
+
+
 def test_examples_train_on_answers_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:
     items = [
         Example("ask: ", "context", "\n", "the answer", "s"),

@@ -33,10 +33,21 @@ class BlobFolder:
             return Skipped("blob_id is not 40 hexadecimal digits", damaged=True)
         for name in (f"{blob_id}.gz", blob_id):
             try:
-                return expand((self._folder / name).read_bytes())
+                return read_blob(self._folder / name)
             except FileNotFoundError:
                 continue
         return Skipped("blob is not in the folder")
+
+
+def read_blob(path: Path) -> bytes | Skipped:
+    """The content of a blob's file, unpacked where it is gzip."""
+    if path.stat().st_size > MAX_BLOB_BYTES:
+        return _too_large()
+    return expand(path.read_bytes())
+
+
+def _too_large() -> Skipped:
+    return Skipped(f"blob larger than {MAX_BLOB_BYTES // 2**20} MiB")
 
 
 def expand(content: bytes) -> bytes | Skipped:
@@ -51,7 +62,7 @@ def expand(content: bytes) -> bytes | Skipped:
             return Skipped("gzip is damaged", damaged=True)
         room -= len(parts[-1])
         if room < 0:
-            return Skipped(f"blob larger than {MAX_BLOB_BYTES // 2**20} MiB")
+            return _too_large()
         if not stream.eof:
             return Skipped("gzip ends early", damaged=True)
         content = stream.unused_data

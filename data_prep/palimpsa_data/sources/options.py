@@ -111,6 +111,11 @@ class StackV2Options(TextLengths):
 class TextOptions(TextLengths):
     text_column: str = option("text", "the column that holds the documents (%(default)s)", metavar="NAME")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.text_column:
+            raise DataError("--text-column must name a column")
+
     @property
     def loose(self) -> Loose:
         return "text"

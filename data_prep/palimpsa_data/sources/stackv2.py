@@ -14,7 +14,7 @@ from typing import Any
 
 from palimpsa_data.documents import Document, Skipped
 from palimpsa_data.errors import DataError
-from palimpsa_data.sources.blobs import BlobFolder, expand
+from palimpsa_data.sources.blobs import BlobFolder, expand, read_blob
 from palimpsa_data.sources.encodings import decode
 from palimpsa_data.sources.inputs import Input, loose_files
 from palimpsa_data.sources.options import StackV2Options
@@ -89,11 +89,10 @@ def _bare_blobs(
         )
     done = 0
     for path in loose_files(source):
-        packed = path.read_bytes()
-        content = expand(packed)
+        content = read_blob(path)
         text = content if isinstance(content, Skipped) else decode(content, None)
         yield document(text if isinstance(text, Skipped) else checked_text(text, "content"), "unknown", options)
-        done += len(packed)
+        done += path.stat().st_size
         progress(done)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from palimpsa_data.documents import Document, Skipped
+from palimpsa_data.sources import streams
 from palimpsa_data.sources.inputs import Input, loose_files
 from palimpsa_data.sources.options import TextOptions
 from palimpsa_data.sources.rows import read_rows
@@ -32,8 +33,11 @@ def read(source: Input, options: TextOptions, progress: Callable[[int], None]) -
 def _files(source: Input, options: TextOptions, progress: Callable[[int], None]) -> Iterator[Document | Skipped]:
     done = 0
     for path in loose_files(source):
-        content = path.read_bytes()
-        text = checked_text(content, "text")
-        yield document(text if isinstance(text, Skipped) else text.removeprefix("\ufeff"), source.stem, options)
-        done += len(content)
+        size = path.stat().st_size
+        if size > streams.MAX_ROW_BYTES:
+            yield Skipped(f"text file larger than {streams.MAX_ROW_BYTES // 2**20} MiB", damaged=True)
+        else:
+            text = checked_text(path.read_bytes(), "text")
+            yield document(text if isinstance(text, Skipped) else text.removeprefix("\ufeff"), source.stem, options)
+        done += size
         progress(done)

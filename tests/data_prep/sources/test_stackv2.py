@@ -102,6 +102,15 @@ def test_a_blob_that_memory_could_not_hold_is_left_out(tmp_path: Path, monkeypat
     assert skipped(found) == {"blob larger than 1 MiB": 1}
 
 
+def test_a_blob_file_that_memory_could_not_hold_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_blobs(tmp_path / "swh", {"0" * 40: b"small"}, layout="{}")
+    with (folder / ("1" * 40)).open("wb") as file:
+        file.truncate(2**40)  # takes no room on the disk
+    found = items(folder, StackV2Options())
+    assert texts(found) == ["small"]
+    assert skipped(found) == {"blob larger than 128 MiB": 1}
+
+
 def test_blobs_alone(tmp_path: Path) -> None:
     folder = write_blobs(tmp_path / "swh", {**stack_blobs(), "0" * 40: b"caf\xe9"}, layout="{}.gz")
     found = items(folder, StackV2Options())

@@ -35,6 +35,15 @@ def test_text_files(tmp_path: Path) -> None:
     assert items(folder / "b.txt", TextOptions()) == [Document("Zweites, Öfen.", "b")]
 
 
+def test_a_text_file_that_memory_could_not_hold_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("small")
+    with (tmp_path / "b.txt").open("wb") as file:
+        file.truncate(2**40)  # takes no room on the disk
+    found = items(tmp_path, TextOptions())
+    assert texts(found) == ["small"]
+    assert skipped(found) == {"text file larger than 128 MiB": 1}
+
+
 def test_damaged_rows_are_counted(tmp_path: Path) -> None:
     rows = [{"text": "good"}, "no json", b'{"text": "caf\xe9"}', {"text": ["a", "list"]}, {"other": 1}, {"text": "end"}]
     path = write_lines(tmp_path / "x.jsonl.gz", rows)
