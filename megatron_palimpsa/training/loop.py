@@ -42,7 +42,12 @@ def train_stage(
     """
     parallel.initialize(config.parallel, config.seed)
     try:
-        return _Run(config, folder, source, data, stop).train()
+        run = _Run(config, folder, source, data, stop)
+        try:
+            return run.train()
+        except BaseException:
+            run.log.close()  # what was recorded so far stays
+            raise
     except checkpoint.CheckpointError as error:
         logger.error("%s", error)
         return ExitCode.FILE_FAILED
