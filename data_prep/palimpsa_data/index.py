@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -114,9 +114,15 @@ class SetIndex:
         for array, values in arrays.items():
             path = self._path(name, array)
             with temporary(path).open("wb") as file:
-                np.save(file, values, allow_pickle=False)
+                _write_array(file, np.ascontiguousarray(values))
             fsync(temporary(path))
             files[array] = {"bytes": temporary(path).stat().st_size, "sha256": sha256_file(temporary(path))}
             publish(path)
         record = {"format": FORMAT, "set_sha256": self._set_sha256, "arrays": files}
         write_atomically(self.folder / f"{name}.json", json_bytes(record))
+
+
+def _write_array(file: BinaryIO, values: np.ndarray) -> None:
+    """What `np.save` writes, which does not notice a disk that has no room for the last few KiB."""
+    np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(values))
+    file.write(values.reshape(-1).view(np.uint8))

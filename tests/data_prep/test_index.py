@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +144,30 @@ def test_a_folder_that_cannot_be_written(reader: SetReader) -> None:
     (reader.folder / "index").write_text("in the way")
     with pytest.raises(DataError, match=r"cannot write the index .*best-fit"):
         written(BestFitPacking, reader)
+
+
+def full_while_writing(folder: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
+    with pytest.raises(DataError, match=r"cannot write the index .*\.json: File too large; make space"):
+        written(BestFitPacking, SetReader(folder, checksums=False))
+
+
+def test_a_disk_without_room_for_the_last_bytes_is_noticed(reader: SetReader) -> None:
+    child = multiprocessing.get_context("fork").Process(target=full_while_writing, args=(reader.folder,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert not list((reader.folder / "index").glob("*.json"))
+    written(BestFitPacking, reader)
+
+
+@pytest.mark.parametrize("shape", [(0,), (5,), (4, 3), (0, 3)])
+def test_arrays_are_written_as_numpy_does(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    values = np.arange(np.prod(shape), dtype=np.int64).reshape(shape)
+    with (tmp_path / "ours.npy").open("wb") as file:
+        index._write_array(file, values)
+    np.save(tmp_path / "theirs.npy", values)
+    assert (tmp_path / "ours.npy").read_bytes() == (tmp_path / "theirs.npy").read_bytes()
 
 
 def test_a_kill_while_writing_leaves_nothing_that_counts(reader: SetReader, monkeypatch: pytest.MonkeyPatch) -> None:
