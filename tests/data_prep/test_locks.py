@@ -92,8 +92,11 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
+    entered = 0
     with lock(tmp_path / "x.lock", wait=False), lock(tmp_path / "x.lock", wait=True):
-        pass
+        entered += 1
+    assert entered == 1
+    assert not (tmp_path / "x.lock").exists()
 
 
 def test_another_hosts_holder_is_believed(tmp_path: Path) -> None:

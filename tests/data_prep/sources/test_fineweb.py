@@ -93,8 +93,9 @@ def test_impossible_options_say_what_is_possible(wrong: dict[str, Any], message:
 
 
 @pytest.mark.parametrize("language", ["en", "deu", "zh-Hans", "deu_Latn"])
-def test_language_codes_of_all_versions(language: str) -> None:
-    FineWebOptions(languages=(language,))
+def test_language_codes_of_all_versions(language: str, tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "x.parquet", [{"text": code, "language": code} for code in (language, "xx")])
+    assert texts(items(path, FineWebOptions(languages=(language,)))) == [language]
 
 
 def test_strict_ends_at_the_first_damaged_row(path: Path, tmp_path: Path) -> None:
