@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from palimpsa_data import sources
 from palimpsa_data.documents import Item
 from palimpsa_data.errors import DataError
-from palimpsa_data.files import json_bytes, json_sha256, read_json, write_atomically
+from palimpsa_data.files import json_bytes, json_sha256, write_atomically
 from palimpsa_data.locks import lock
 from palimpsa_data.pipeline import Limits
-from palimpsa_data.records import RecordError, from_json, is_file_name
+from palimpsa_data.records import is_file_name, read_record
 from palimpsa_data.sets import TokenizerInfo
 from palimpsa_data.shards import manifest_path, shard_stem
 from palimpsa_data.sources.options import deciding
@@ -177,15 +177,10 @@ def read_plan(folder: Path) -> Plan:
     path = folder / "job.json"
     if not path.is_file():
         raise DataError(f"{path} is missing: no job was started in this folder")
-    content = read_json(path)
-    if content.get("format") != FORMAT:
-        raise DataError(f"{path}: format {content.get('format')}, this version reads {FORMAT}; prepare the data again")
-    try:
-        plan = from_json(Plan, content)
-    except RecordError as error:
-        raise DataError(f"{path}: not a job ({error}); remove the folder and prepare the data again") from None
+    remedy = "remove the folder and prepare the data again"
+    plan = read_record(path, Plan, format=FORMAT, what="a job", remedy=remedy)
     if not is_file_name(plan.name):
-        raise DataError(f"{path}: name {plan.name!r} is no file name; remove the folder and prepare the data again")
+        raise DataError(f"{path}: name {plan.name!r} is no file name; {remedy}")
     return plan
 
 

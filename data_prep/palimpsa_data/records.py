@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from pathlib import Path
 from typing import Any
+
+from palimpsa_data.errors import DataError
+from palimpsa_data.files import read_json
 
 
 class RecordError(ValueError):
@@ -18,6 +22,23 @@ def from_json[Record](kind: type[Record], value: Any) -> Record:
         RecordError: names the place and what belongs there.
     """
     return _checked(value, kind, "")
+
+
+def read_record[Record](
+    path: Path, kind: type[Record], *, format: int, what: str, remedy: str = "prepare the data again"
+) -> Record:
+    """The JSON object in a file as the dataclass `kind`, of which `format` is what its "format" must be.
+
+    Raises:
+        DataError: names the file when it is missing, of another format or not `what` it should be.
+    """
+    content = read_json(path)
+    if content.get("format") != format:
+        raise DataError(f"{path}: format {content.get('format')}, this version reads {format}; prepare the data again")
+    try:
+        return from_json(kind, content)
+    except RecordError as error:
+        raise DataError(f"{path}: not {what} ({error}); {remedy}") from None
 
 
 def is_file_name(name: str) -> bool:

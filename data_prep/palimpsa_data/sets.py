@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from palimpsa_data.errors import DataError
-from palimpsa_data.files import json_bytes, read_json, sha256_file, write_atomically
+from palimpsa_data.files import json_bytes, sha256_file, write_atomically
 from palimpsa_data.indexed import map_pointers, read_index, token_dtype
-from palimpsa_data.records import RecordError, from_json, is_file_name
+from palimpsa_data.records import is_file_name, read_record
 from palimpsa_data.shards import FORMAT, Manifest, check_shard, manifest_path, output_path
 
 _MOST_MAPPED = 128
@@ -103,13 +103,7 @@ def read_set(folder: Path) -> SetInfo:
     path = folder / "set.json"
     if not path.is_file():
         raise DataError(f"{path} is missing: the set was never finished; prepare the data again")
-    content = read_json(path)
-    if content.get("format") != FORMAT:
-        raise DataError(f"{path}: format {content.get('format')}, this version reads {FORMAT}; prepare the data again")
-    try:
-        info = from_json(SetInfo, content)
-    except RecordError as error:
-        raise DataError(f"{path}: not a set ({error}); prepare the data again") from None
+    info = read_record(path, SetInfo, format=FORMAT, what="a set")
     tokenizer = info.tokenizer
     if not all(0 <= token < tokenizer.vocab_size for token in (tokenizer.eod_id, tokenizer.pad_id)):
         raise DataError(f"{path}: eod_id or pad_id is outside the vocabulary; prepare the data again")

@@ -21,10 +21,10 @@ from pathlib import Path
 
 from palimpsa_data.documents import Skipped
 from palimpsa_data.errors import DataError
-from palimpsa_data.files import fsync, json_bytes, own_temporary, read_json, require_free_space, sha256_file
+from palimpsa_data.files import fsync, json_bytes, own_temporary, require_free_space, sha256_file
 from palimpsa_data.indexed import read_index, token_dtype
 from palimpsa_data.locks import lock
-from palimpsa_data.records import RecordError, from_json
+from palimpsa_data.records import read_record
 from palimpsa_data.shard_writer import Encoded, EncodedBatch, FileRecord, ShardWriter
 
 FORMAT = 2
@@ -161,14 +161,7 @@ def _write(stem: Path, documents: Iterable[Encoded | EncodedBatch | Skipped], sp
 
 def read_manifest(stem: Path) -> Manifest:
     """Raises DataError naming the file when it is missing or is not a manifest of this format."""
-    path = manifest_path(stem)
-    content = read_json(path)
-    if content.get("format") != FORMAT:
-        raise DataError(f"{path}: format {content.get('format')}, this version reads {FORMAT}; prepare the data again")
-    try:
-        return from_json(Manifest, content)
-    except RecordError as error:
-        raise DataError(f"{path}: not a shard manifest ({error}); prepare the data again") from None
+    return read_record(manifest_path(stem), Manifest, format=FORMAT, what="a shard manifest")
 
 
 def is_complete(stem: Path, spec: ShardSpec) -> bool:
