@@ -124,12 +124,38 @@ def test_wrong_values_are_refused_by_name(stage_file, override, expected):
         (["parallel.tp=3"], 3, "parallel.tp=3 does not divide the number of heads"),
         (["parallel.tp=2", "parallel.pp=2"], 2, "parallel.tp=2 * parallel.pp=2 does not divide the 2 ranks started"),
         (["parallel.pp=3"], 3, "parallel.pp=3 does not divide the 2 layers"),
-        (["parallel.pp=2", "model.pattern='M|P|M'"], 2, "marks 3 pipeline stages"),
+        (["parallel.pp=2", "model.pattern='M|P|M'"], 2, "marks 3 pipeline stages (none may be empty), parallel.pp=2"),
+        (["parallel.vpp=2"], 1, "parallel.vpp=2 needs parallel.pp > 1"),
+        (["parallel.pp=2", "parallel.vpp=2"], 2, "parallel.pp=2 * parallel.vpp=2 does not divide the 2 layers"),
+        (["parallel.pp=2", "parallel.vpp=2", "model.pattern='M|P|M'"], 2, "parallel.pp=2 * parallel.vpp=2 needs 4"),
+        (["parallel.pp=2", "parallel.vpp=2", "model.pattern='M|P||M'"], 2, "none may be empty"),
+        (
+            ["parallel.pp=2", "parallel.vpp=2", "model.pattern=MPMP", "train.global_batch_tokens=192"],
+            2,
+            "train.global_batch_tokens=192 gives each rank 3 microbatches; "
+            "with parallel.vpp=2 they must be a multiple of parallel.pp=2",
+        ),
         ([], 3, "train.global_batch_tokens=256 is not a multiple of 192"),
     ],
 )
 def test_layouts_that_cannot_run_are_refused(stage_file, overrides, world_size, expected):
     assert expected in refusal(stage_file, *overrides, world_size=world_size)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "stages"),
+    [
+        ("MP*-", ["MP*-"]),
+        ("MP|*-", ["MP*-"]),
+        ("MP*-", ["MP", "*-"]),
+        ("M|P*-", ["M", "P*-"]),
+        ("MPMPMP", ["MP"] * 3),
+        ("M|P*|-|P", ["M", "P*", "-", "P"]),
+    ],
+)
+def test_pipeline_stages_are_those_marked_or_even(stage_file, pattern, stages):
+    model = dataclasses.replace(load_stage(stage_file).model, pattern=pattern)
+    assert model.stages(len(stages)) == stages
 
 
 def test_every_mistake_of_a_file_is_named_at_once(stage_file):

@@ -32,7 +32,7 @@ def check_stage(config: StageConfig, world_size: int = 1) -> None:
         if model.ffn_hidden_size is None:
             raise ConfigError("model.ffn_hidden_size is missing: the pattern has MLP layers (-)")
         _divides("parallel.tp", parallel.tp, "model.ffn_hidden_size", model.ffn_hidden_size)
-    _check_pipeline(model, parallel.pp)
+    _check_pipeline(model, parallel)
     if parallel.sequence_parallel:
         if parallel.tp == 1:
             raise ConfigError("parallel.sequence_parallel=true needs parallel.tp > 1")
@@ -73,20 +73,24 @@ def _check_attention(model: ModelConfig, tp: int) -> None:
     _divides("parallel.tp", tp, "model.num_query_groups", groups)
 
 
-def _check_pipeline(model: ModelConfig, pp: int) -> None:
-    stages = model.pattern.split("|")
+def _check_pipeline(model: ModelConfig, parallel: ParallelConfig) -> None:
+    pp, vpp = parallel.pp, parallel.vpp
     if pp == 1:
+        if vpp > 1:
+            raise ConfigError(f"parallel.vpp={vpp} needs parallel.pp > 1: chunks take turns over pipeline ranks")
         return
+    stages = model.pattern.split("|")
+    key = f"parallel.pp={pp}" if vpp == 1 else f"parallel.pp={pp} * parallel.vpp={vpp}"
     if len(stages) == 1:
-        if len(model.layers) % pp:
+        if len(model.layers) % (pp * vpp):
             raise ConfigError(
-                f"parallel.pp={pp} does not divide the {len(model.layers)} layers of model.pattern={model.pattern!r}; "
-                f"mark the stages with | in the pattern"
+                f"{key} does not divide the {len(model.layers)} layers of model.pattern={model.pattern!r}; "
+                f"mark the {pp * vpp} stages with | in the pattern"
             )
-    elif len(stages) != pp or not all(stages):
+    elif len(stages) != pp * vpp or not all(stages):
         raise ConfigError(
             f"model.pattern={model.pattern!r} marks {len(stages)} pipeline stages (none may be empty), "
-            f"parallel.pp is {pp}"
+            f"{key} needs {pp * vpp}"
         )
 
 
@@ -98,4 +102,10 @@ def _check_batch(config: StageConfig, data_parallel_size: int) -> None:
             f"train.global_batch_tokens={train.global_batch_tokens} is not a multiple of {step} "
             f"(train.micro_batch_size {train.micro_batch_size} * data-parallel size {data_parallel_size} "
             f"* model.seq_length {seq_length})"
+        )
+    parallel, microbatches = config.parallel, config.num_microbatches(data_parallel_size)
+    if parallel.vpp > 1 and microbatches % parallel.pp:
+        raise ConfigError(
+            f"train.global_batch_tokens={train.global_batch_tokens} gives each rank {microbatches} microbatches; "
+            f"with parallel.vpp={parallel.vpp} they must be a multiple of parallel.pp={parallel.pp}"
         )

@@ -46,7 +46,7 @@ class ModelConfig:
     """Geometry and initialisation; the names follow Mamba2's (`d_state` is K, `headdim` is V of palimpsa_kernels)."""
 
     pattern: Annotated[str, Field(min_length=1)]
-    """One letter a layer: P Palimpsa-M, M Mamba2, * attention, - MLP; `|` marks pipeline-stage borders."""
+    """One letter a layer: P Palimpsa-M, M Mamba2, * attention, - MLP; `|` marks the borders of the pp * vpp stages."""
     hidden_size: Positive
     vocab_size: Count
     """Ids the tokenizer may give; the embedding is padded up to a multiple of `vocab_multiple`."""
@@ -91,6 +91,18 @@ class ModelConfig:
     def layers(self) -> str:
         """The pattern without pipeline borders."""
         return self.pattern.replace("|", "")
+
+    def stages(self, count: int) -> list[str]:
+        """The layers of each of `count` (pp * vpp) pipeline stages in model order, as marked by `|` or split evenly.
+
+        Chunk c of pipeline rank r is stage c * pp + r.
+        """
+        if count == 1:
+            return [self.layers]
+        if "|" in self.pattern:
+            return self.pattern.split("|")
+        size = len(self.layers) // count
+        return [self.layers[start : start + size] for start in range(0, len(self.layers), size)]
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -151,6 +163,8 @@ class ParallelConfig:
     engine: Literal["megatron"] = "megatron"
     tp: Positive = 1
     pp: Positive = 1
+    vpp: Positive = 1
+    """Model chunks a pipeline rank holds; above 1 the 1F1B schedule is interleaved and needs pp > 1."""
     sequence_parallel: bool = False
     distributed_optimizer: bool = True
 

@@ -35,8 +35,8 @@ class Engine(Protocol):
     config: StageConfig
 
     @property
-    def model(self) -> list[torch.nn.Module]:
-        """This rank's model chunks without wrappers (one unless the pipeline is interleaved)."""
+    def chunks(self) -> list[torch.nn.Module]:
+        """This rank's model chunks without wrappers, in model order (one unless the pipeline is interleaved)."""
 
     @property
     def num_parameters(self) -> int:

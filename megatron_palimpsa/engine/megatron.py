@@ -7,27 +7,24 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import partial
+from itertools import tee
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_palimpsa.config import StageConfig
 from megatron_palimpsa.engine import flops, optimizer_state
+from megatron_palimpsa.engine.assembly import build_chunks, build_optimizer, build_scheduler, wrap
 from megatron_palimpsa.engine.base import StepResult
 from megatron_palimpsa.engine.grad_norm import total_grad_norm
-from megatron_palimpsa.model import build_model, forward_loss
-from megatron_palimpsa.parallel import finalize_model_grads
+from megatron_palimpsa.model import forward_loss
 from megatron_palimpsa.parallel.cpu import cuda_means_cpu
 from megatron_palimpsa.training.batch import Batch
 
@@ -39,28 +36,22 @@ class MegatronEngine:
         self.config = config
         self.optimizer_steps = 0
         with cuda_means_cpu():
-            self._module = build_model(
-                config,
-                pre_process=parallel_state.is_pipeline_first_stage(),
-                post_process=parallel_state.is_pipeline_last_stage(),
-            )
-            self._wrapped = _wrap(self._module, config)
-            self._optimizer = _build_optimizer(self._wrapped, config)
-            self._scheduler = _build_scheduler(self._optimizer, config)
-        self._device = next(self._module.parameters()).device
-        _check_precisions(self._module)
+            self.chunks = build_chunks(config)
+            self._wrapped = wrap(self.chunks, config)
+            self._optimizer = build_optimizer(self._wrapped, config)
+            self._scheduler = build_scheduler(self._optimizer, config)
+        self._device = next(self.chunks[0].parameters()).device
+        for chunk in self.chunks:
+            _check_precisions(chunk)
         self._forward_backward = get_forward_backward_func()
-
-    @property
-    def model(self) -> list[torch.nn.Module]:
-        return [self._module]
 
     @property
     def num_parameters(self) -> int:
         tp = parallel_state.get_tensor_model_parallel_world_size()
         count = sum(
             parameter.numel() * (tp if getattr(parameter, "tensor_model_parallel", False) else 1)
-            for parameter in self._module.parameters()
+            for chunk in self.chunks
+            for parameter in chunk.parameters()
             if param_is_not_shared(parameter)
         )
         total = torch.tensor(count, dtype=torch.int64, device=self._device)
@@ -85,7 +76,8 @@ class MegatronEngine:
 
     def train_step(self, batches: Iterator[Batch], accept: Callable[[float, float], bool]) -> StepResult:
         microbatches = self.config.num_microbatches(parallel_state.get_data_parallel_world_size())
-        self._wrapped.zero_grad_buffer()
+        for chunk in self._wrapped:
+            chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         with cuda_means_cpu():
             sums = self._run(batches, microbatches, forward_only=False)
@@ -110,8 +102,9 @@ class MegatronEngine:
         """Drive Megatron's schedule; what each microbatch's loss function stored, on the last pipeline stage."""
         return self._forward_backward(
             forward_step_func=self._forward_step,
-            data_iterator=batches,
-            model=[self._wrapped],
+            # Each chunk takes the same microbatches in its own time.
+            data_iterator=list(tee(batches, len(self._wrapped))),
+            model=self._wrapped,
             num_microbatches=microbatches,
             seq_length=self.config.train.micro_batch_size * self.config.model.seq_length,
             micro_batch_size=1,
@@ -123,7 +116,7 @@ class MegatronEngine:
         self, batches: Iterator[Batch], model: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch = next(batches).to(self._device)
-        return forward_loss(self._module, batch), partial(_sum_losses, batch.loss_mask)
+        return forward_loss(model, batch), partial(_sum_losses, batch.loss_mask)
 
     def _mean_loss(self, sums: list[torch.Tensor]) -> tuple[float, int]:
         """From (sum of losses, tokens) of this rank's microbatches to the mean over the global batch, everywhere."""
@@ -144,12 +137,17 @@ class MegatronEngine:
     def evaluate(self, batches: list[Batch]) -> tuple[torch.Tensor, float]:
         group = parallel_state.get_data_parallel_group()
         share = -(-len(batches) // group.size())
+        if len(self.chunks) > 1:
+            # The interleaved schedule takes whole groups of as many microbatches as there are pipeline ranks.
+            share = -(-share // self.config.parallel.pp) * self.config.parallel.pp
         # Ranks without enough batches repeat the last one; the surplus is cut off after the gather.
         mine = [batches[min(group.rank() * share + index, len(batches) - 1)] for index in range(share)]
-        self._module.eval()
+        for chunk in self.chunks:
+            chunk.eval()
         with cuda_means_cpu():
             outputs = self._run(iter(mine), share, forward_only=True)
-        self._module.train()
+        for chunk in self.chunks:
+            chunk.train()
         losses = torch.empty(share, mine[0].tokens.size(1), dtype=torch.float32, device=self._device)
         if outputs:
             torch.cat(outputs, out=losses)
@@ -163,10 +161,10 @@ class MegatronEngine:
 
     def _named_shards(self, trainable_only: bool = False) -> dict[str, Any]:
         """The model's sharded tensors by name; extra states of Megatron's layers are empty without fp8."""
-        shards = self._module.sharded_state_dict()
         return {
-            name: shard
-            for name, shard in shards.items()
+            shard.key: shard
+            for chunk in self.chunks
+            for shard in chunk.sharded_state_dict().values()
             if not isinstance(shard, ShardedObject) and (shard.data.requires_grad or not trainable_only)
         }
 
@@ -227,64 +225,6 @@ def _sum_losses(
     total = (losses * loss_mask).sum()
     tokens = loss_mask.sum()
     return total, tokens.int(), torch.stack([total.detach(), tokens])
-
-
-def _wrap(module: HybridModel, config: StageConfig) -> DistributedDataParallel:
-    """Megatron's DDP: gradients accumulate and are reduced in float32."""
-    model_config = module.config
-    # Must be set before DDP: it then leaves the scaling of gradients to finalize_model_grads.
-    model_config.calculate_per_token_loss = True
-    model_config.finalize_model_grads_func = finalize_model_grads
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=config.parallel.distributed_optimizer
-    )
-    layout = None
-    if ddp_config.use_distributed_optimizer:
-        layout = DistributedOptimizer.compute_full_param_layout(
-            [parameter for parameter in module.parameters() if parameter.requires_grad],
-            bucket_size=None,
-            data_parallel_world_size=parallel_state.get_data_parallel_world_size(),
-            ddp_config=ddp_config,
-        )
-    return DistributedDataParallel(model_config, ddp_config, module, full_param_layout=layout)
-
-
-def _build_optimizer(model: DistributedDataParallel, config: StageConfig) -> ChainedOptimizer:
-    settings = config.optimizer
-    optimizer_config = OptimizerConfig(
-        optimizer="adam",
-        lr=settings.lr,
-        min_lr=settings.min_lr,
-        weight_decay=settings.weight_decay,
-        adam_beta1=settings.beta1,
-        adam_beta2=settings.beta2,
-        adam_eps=settings.eps,
-        clip_grad=settings.clip_grad,
-        bf16=config.train.precision == "bf16",
-        params_dtype=torch.bfloat16 if config.train.precision == "bf16" else torch.float32,
-        use_distributed_optimizer=config.parallel.distributed_optimizer,
-    )
-    # Given overrides replace Megatron's rule for one-dimensional parameters; the model marks every exception itself.
-    overrides = {ParamKey(attr="no_weight_decay"): {"wd_mult": 0.0}}
-    return get_megatron_optimizer(optimizer_config, [model], config_overrides=overrides, use_gloo_process_groups=False)
-
-
-def _build_scheduler(optimizer: ChainedOptimizer, config: StageConfig) -> OptimizerParamScheduler:
-    """The stage's schedule, counted in steps: linear warm-up to `lr` at step `warmup_steps`, `min_lr` at the last."""
-    settings = config.optimizer
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=settings.lr,
-        min_lr=settings.min_lr,
-        lr_warmup_steps=settings.warmup_steps,
-        lr_decay_steps=max(config.total_steps, settings.warmup_steps + 1),
-        lr_decay_style=settings.schedule,
-        start_wd=settings.weight_decay,
-        end_wd=settings.weight_decay,
-        wd_incr_steps=0,
-        wd_incr_style="constant",
-    )
 
 
 def _check_precisions(module: torch.nn.Module) -> None:

@@ -54,6 +54,10 @@ def transformer_config(config: StageConfig) -> TransformerConfig:
         pipeline_dtype=torch.float32 if model.fp32_residual else dtype,
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        # Chunks send to one rank in both directions at once, which a batch of sends and receives cannot order.
+        overlap_p2p_comm=parallel.vpp > 1,
+        batch_p2p_comm=parallel.vpp == 1,
         sequence_parallel=parallel.sequence_parallel,
         # `initialize_weights` fills what the constructors only allocate, on the CPU first.
         use_cpu_initialization=True,
@@ -67,17 +71,6 @@ def transformer_config(config: StageConfig) -> TransformerConfig:
         cuda_graph_modules=[],
         **recompute,
     )
-
-
-def stage_pattern(pattern: str, pp: int) -> str:
-    """The pattern with exactly pp - 1 pipeline borders: those it has, or an even split; none at pp = 1."""
-    layers = pattern.replace("|", "")
-    if pp == 1:
-        return layers
-    if "|" in pattern:
-        return pattern
-    size = len(layers) // pp
-    return "|".join(layers[start : start + size] for start in range(0, len(layers), size))
 
 
 def mixer_options(model: ModelConfig) -> MixerOptions:
@@ -95,6 +88,7 @@ def build_model(
     *,
     pre_process: bool = True,
     post_process: bool = True,
+    vp_stage: int | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> HybridModel:
     """The part of the model that this rank holds, with initial weights drawn from `config.seed`.
@@ -103,6 +97,7 @@ def build_model(
         config: checked with `check_stage`.
         pre_process: this pipeline stage embeds the tokens.
         post_process: this pipeline stage computes logits and losses.
+        vp_stage: which of this rank's `parallel.vpp` chunks; None without interleaving.
         pg_collection: process groups; None takes parallel_state's.
 
     Returns:
@@ -124,11 +119,12 @@ def build_model(
             hybrid_stack_spec(mixer_options(config.model)),
             vocab_size=config.model.padded_vocab_size,
             max_sequence_length=config.model.seq_length,
-            hybrid_layer_pattern=stage_pattern(config.model.pattern, config.parallel.pp),
+            hybrid_layer_pattern="|".join(config.model.stages(config.parallel.pp * config.parallel.vpp)),
             pre_process=pre_process,
             post_process=post_process,
             share_embeddings_and_output_weights=config.model.tie_embeddings,
             pg_collection=groups,
+            vp_stage=vp_stage,
         )
     model.model_config = config.model
     initialize_weights(model, config.model, config.seed)

@@ -16,10 +16,10 @@ from megatron_palimpsa.training.batch import Batch
 
 
 @contextlib.contextmanager
-def record_memory(model: nn.Module) -> Iterator[MemoryRecorder]:
-    """Within it every forward pass of the model's `P` and `M` layers is recorded."""
-    mixers = [module for module in model.modules() if isinstance(module, Mixer)]
-    recorder = MemoryRecorder(unwrap(model).tp_group)
+def record_memory(*chunks: nn.Module) -> Iterator[MemoryRecorder]:
+    """Within it every forward pass of the `P` and `M` layers of this rank's model chunks is recorded."""
+    mixers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Mixer)]
+    recorder = MemoryRecorder(unwrap(chunks[0]).tp_group)
     for mixer in mixers:
         mixer.recorder = recorder
     try:

@@ -37,6 +37,7 @@ def initialize(parallel: ParallelConfig, seed: int) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=int(TIMEOUT.total_seconds()) // 60,
     )

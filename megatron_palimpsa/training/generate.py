@@ -43,7 +43,7 @@ def generate_text(
             raise ConfigError(f"{folder.checkpoints}: holds no intact checkpoint")
         engine = MegatronEngine(config)
         checkpoint.load(path, engine, what="weights")
-        (model,) = engine.model
+        (model,) = engine.chunks
         ids = generate(
             model,
             tokenizer.encode(prompt).tolist(),

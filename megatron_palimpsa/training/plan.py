@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from megatron_palimpsa.config import ModelConfig, StageConfig
@@ -63,9 +62,9 @@ def estimate_memory(config: StageConfig, data_parallel_size: int) -> MemoryEstim
     shares them over data parallelism. Activations count what backward needs of every layer (only its input with full
     recomputation, and one layer in full), for as many microbatches as the pipeline keeps in flight, and the logits.
     """
-    model, parallel = config.model, config.parallel
+    parallel = config.parallel
     size = 2 if config.train.precision == "bf16" else 4
-    held = _largest_stage_parameters(model, parallel.pp) / parallel.tp
+    held = _largest_rank_parameters(config) / parallel.tp
     optimizer = held * (12 if size == 2 else 8)
     if parallel.distributed_optimizer:
         optimizer /= data_parallel_size
@@ -77,22 +76,22 @@ def estimate_memory(config: StageConfig, data_parallel_size: int) -> MemoryEstim
     )
 
 
-def _largest_stage_parameters(model: ModelConfig, pp: int) -> int:
-    stages = _pipeline_stages(model, pp)
-    sizes = [sum(layer_parameters(model, symbol) for symbol in stage) for stage in stages]
+def _largest_rank_parameters(config: StageConfig) -> int:
+    model = config.model
+    sizes = [sum(layer_parameters(model, symbol) for symbol in layers) for layers in _layers_of_ranks(config)]
     embedding = model.padded_vocab_size * model.hidden_size
     sizes[0] += embedding
     sizes[-1] += model.hidden_size
-    if pp > 1 or not model.tie_embeddings:
+    if config.parallel.pp > 1 or not model.tie_embeddings:
         sizes[-1] += embedding
     return max(sizes)
 
 
-def _pipeline_stages(model: ModelConfig, pp: int) -> list[str]:
-    if pp > 1 and "|" in model.pattern:
-        return model.pattern.split("|")
-    length = math.ceil(len(model.layers) / pp)
-    return [model.layers[start : start + length] for start in range(0, len(model.layers), length)]
+def _layers_of_ranks(config: StageConfig) -> list[str]:
+    """The layers of each pipeline rank, those of all its chunks together."""
+    pp, vpp = config.parallel.pp, config.parallel.vpp
+    stages = config.model.stages(pp * vpp)
+    return ["".join(stages[rank::pp]) for rank in range(pp)]
 
 
 def _activations(config: StageConfig, size: int) -> float:
@@ -100,13 +99,17 @@ def _activations(config: StageConfig, size: int) -> float:
     tokens = config.train.micro_batch_size * model.seq_length
     residual_size = 4 if model.fp32_residual else size
     residual = model.hidden_size * (2 * residual_size + size)
-    stage = max(_pipeline_stages(model, config.parallel.pp), key=len)
+    stage = max(_layers_of_ranks(config), key=len)
     inside = [_layer_bytes(model, symbol, size) / tp for symbol in stage]
     if config.train.recompute == "full":
         layers = len(stage) * model.hidden_size * residual_size + residual + max(inside)
     else:
         layers = sum(residual + values for values in inside)
-    in_flight = min(config.parallel.pp, config.global_batch_size)
+    pp, vpp = config.parallel.pp, config.parallel.vpp
+    # Of the first rank: 1F1B starts pp microbatches before it goes back on one; interleaved, each rank runs
+    # 2 (pp - 1) + (vpp - 1) pp + 1 forward passes of one chunk first.
+    in_flight = pp if vpp == 1 else (2 * (pp - 1) + (vpp - 1) * pp + 1) / vpp
+    in_flight = min(in_flight, config.global_batch_size)
     logits = 2 * 4 * model.padded_vocab_size / tp
     return tokens * (layers * in_flight + residual + logits)
 
@@ -135,13 +138,14 @@ def describe(config: StageConfig, world_size: int, source: Source | None, data: 
     counts = ", ".join(f"{model.layers.count(symbol)} {symbol}" for symbol in dict.fromkeys(model.layers))
     flops = train_flops_per_token(model) * train.tokens
     steps = config.total_steps
+    chunks = f" in {parallel.vpp} chunks each" if parallel.vpp > 1 else ""
     lines = [
         f"stage          {config.name} -> {config.folder}",
         f"starts from    {_start(source)}",
         f"model          {parameters:,} parameters ({short_count(parameters)}), {len(model.layers)} layers ({counts}), "
         f"sequence length {model.seq_length:,}",
         f"layout         {world_size} rank{'s' if world_size > 1 else ''}: "
-        f"tp {parallel.tp}, pp {parallel.pp}, dp {dp}; {train.precision}, recompute {train.recompute}, "
+        f"tp {parallel.tp}, pp {parallel.pp}{chunks}, dp {dp}; {train.precision}, recompute {train.recompute}, "
         f"{'distributed' if parallel.distributed_optimizer else 'replicated'} optimizer",
         f"tokens         {train.tokens:,} in {steps:,} steps of {train.global_batch_tokens:,} "
         f"({config.global_batch_size} sequences, {config.num_microbatches(dp)} microbatches of "

@@ -71,8 +71,7 @@ def loss_by_position(losses: torch.Tensor, batches: list[Batch], edges: list[int
 
 def _memory(engine: Engine, batch: Batch) -> dict[str, dict[str, float]]:
     """Statistics of all layers, gathered from the pipeline stages that hold them."""
-    (module,) = engine.model
-    with record_memory(module) as recorder:
+    with record_memory(*engine.chunks) as recorder:
         engine.evaluate([batch])
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, recorder.result())

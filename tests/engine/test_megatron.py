@@ -71,7 +71,7 @@ def test_steps_equal_plain_autograd_and_adamw(distributed: bool) -> None:
         adamw.step()
         assert math.isclose(result.loss, loss, rel_tol=1e-6), step
         assert math.isclose(result.grad_norm, norm, rel_tol=1e-5), step
-    for (name, parameter), other in zip(engine.model[0].named_parameters(), model.parameters(), strict=True):
+    for (name, parameter), other in zip(engine.chunks[0].named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(parameter, other, rtol=0, atol=2e-5, msg=name)
 
 
@@ -94,7 +94,7 @@ def test_dropped_step_changes_nothing(precision: str, distributed: bool) -> None
     engine = MegatronEngine(config)
     engine.train_step(batches_of(config), always)
     before = snapshot(engine)
-    weight = engine.model[0].decoder.layers[0].mixer.D
+    weight = engine.chunks[0].decoder.layers[0].mixer.D
     healthy = weight.detach().clone()
     seen: list[tuple[float, float]] = []
 
@@ -136,13 +136,13 @@ def test_marked_parameters_stay_fp32_in_bf16(distributed: bool) -> None:
     engine = MegatronEngine(config)
     result = engine.train_step(batches_of(config), always)
     assert result.applied
-    for name, parameter in engine.model[0].named_parameters():
+    for name, parameter in engine.chunks[0].named_parameters():
         expected = torch.float32 if name.rpartition(".")[2] in FP32_NAMES else torch.bfloat16
         assert parameter.dtype == expected, name
         if parameter.requires_grad:
             assert parameter.main_grad.dtype == torch.float32, name
     weights = engine.weight_shards()
-    for name, parameter in engine.model[0].named_parameters():
+    for name, parameter in engine.chunks[0].named_parameters():
         assert weights[name].data.dtype == torch.float32
         assert torch.equal(weights[name].data.to(parameter.dtype), parameter), name
     assert any((shard.data != shard.data.bfloat16()).any() for shard in weights.values())
@@ -153,7 +153,7 @@ def test_dt_starts_in_its_range_behind_all_wrappers(precision: str, distributed:
     config = stage(train={"precision": precision}, parallel={"distributed_optimizer": distributed})
     engine = MegatronEngine(config)
     weights = {name: shard.data for name, shard in engine.weight_shards().items()}
-    for values in (dict(engine.model[0].named_parameters()), weights):
+    for values in (dict(engine.chunks[0].named_parameters()), weights):
         biases = [value for name, value in values.items() if name.endswith("dt_bias")]
         assert len(biases) == 3
         dt = torch.nn.functional.softplus(torch.cat(biases))
@@ -195,7 +195,7 @@ def test_evaluation_gives_every_token_its_loss_and_leaves_training_alone() -> No
             assert losses.shape == (3, 32)
             assert losses.dtype == torch.float32
             with torch.no_grad():
-                direct = torch.cat([forward_loss(engine.model[0], batch) for batch in held_out])
+                direct = torch.cat([forward_loss(engine.chunks[0], batch) for batch in held_out])
             mask = torch.cat([batch.loss_mask for batch in held_out])
             assert torch.equal(losses, direct)
             assert math.isclose(mean, (direct.double() * mask).sum() / mask.sum(), rel_tol=1e-9)

@@ -164,12 +164,12 @@ def _train(arguments: list[str], environment: dict[str, str], events: Events) ->
             step = self.scheduler_state()["steps"] + 1
             handle = None
             if step in events.poison:
-                handle = next(self.model[0].parameters()).register_hook(lambda gradient: gradient * float("nan"))
+                handle = next(self.chunks[0].parameters()).register_hook(lambda gradient: gradient * float("nan"))
             result = super().train_step(batches, accept)
             if handle is not None:
                 handle.remove()
             if step == events.ruin:
-                for parameter in filter(lambda parameter: parameter.requires_grad, self.model[0].parameters()):
+                for parameter in filter(lambda parameter: parameter.requires_grad, self.chunks[0].parameters()):
                     parameter.data.fill_(float("nan"))
             if step in events.signals:
                 os.kill(os.getpid(), events.signals[step])

@@ -77,7 +77,7 @@ def never(loss: float, grad_norm: float) -> bool:
 
 def shares(engine: MegatronEngine, gradients: bool) -> dict[str, Share]:
     result = {}
-    for name, parameter in global_parameters(engine.model[0]):
+    for name, parameter in (named for chunk in engine.chunks for named in global_parameters(chunk)):
         if gradients and not parameter.requires_grad:
             continue
         value = parameter.main_grad if gradients else parameter.detach()

@@ -12,7 +12,6 @@ from helpers.stages import random_batch, tiny_stage
 
 from megatron_palimpsa.config import ConfigError
 from megatron_palimpsa.model import build_model, forward_loss
-from megatron_palimpsa.model.build import stage_pattern
 from megatron_palimpsa.model.naming import global_parameters
 from megatron_palimpsa.training.batch import Batch
 
@@ -136,14 +135,6 @@ def test_recomputation_changes_no_gradient():
         forward_loss(model, random_batch(config, seed=2)).sum().backward()
         results.append([p.grad for p in model.parameters() if p.requires_grad])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("pattern", "pp", "expected"),
-    [("MP*-", 1, "MP*-"), ("MP|*-", 1, "MP*-"), ("MP*-", 2, "MP|*-"), ("M|P*-", 2, "M|P*-"), ("MPMPMP", 3, "MP|MP|MP")],
-)
-def test_pipeline_borders(pattern, pp, expected):
-    assert stage_pattern(pattern, pp) == expected
 
 
 def test_kernels_that_are_not_installed_are_wrong_input(monkeypatch):
