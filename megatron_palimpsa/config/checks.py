@@ -33,13 +33,14 @@ def check_stage(config: StageConfig, world_size: int = 1) -> None:
             raise ConfigError("model.ffn_hidden_size is missing: the pattern has MLP layers (-)")
         _divides("parallel.tp", parallel.tp, "model.ffn_hidden_size", model.ffn_hidden_size)
     _check_pipeline(model, parallel)
+    _check_context(config)
     if parallel.sequence_parallel:
         if parallel.tp == 1:
             raise ConfigError("parallel.sequence_parallel=true needs parallel.tp > 1")
-        tokens = train.micro_batch_size * model.seq_length
-        _divides("parallel.tp", parallel.tp, "the tokens of a microbatch (sequence parallel)", tokens)
+        tokens = train.micro_batch_size * model.seq_length // parallel.cp
+        _divides("parallel.tp", parallel.tp, "a rank's tokens of a microbatch (sequence parallel)", tokens)
     check_ranks(parallel, world_size)
-    _check_batch(config, world_size // (parallel.tp * parallel.pp))
+    _check_batch(config, world_size // parallel.replica_size)
     if model.dt_min >= model.dt_max:
         raise ConfigError(f"model.dt_min={model.dt_min} must be below model.dt_max={model.dt_max}")
     optimizer = config.optimizer
@@ -53,9 +54,10 @@ def check_stage(config: StageConfig, world_size: int = 1) -> None:
 
 def check_ranks(parallel: ParallelConfig, world_size: int) -> None:
     """Raises ConfigError where the layout does not divide the ranks."""
-    if world_size % (parallel.tp * parallel.pp):
+    if world_size % parallel.replica_size:
         raise ConfigError(
-            f"parallel.tp={parallel.tp} * parallel.pp={parallel.pp} does not divide the {world_size} ranks started"
+            f"parallel.tp={parallel.tp} * parallel.pp={parallel.pp} * parallel.cp={parallel.cp} does not divide "
+            f"the {world_size} ranks started"
         )
 
 
@@ -91,6 +93,19 @@ def _check_pipeline(model: ModelConfig, parallel: ParallelConfig) -> None:
         raise ConfigError(
             f"model.pattern={model.pattern!r} marks {len(stages)} pipeline stages (none may be empty), "
             f"{key} needs {pp * vpp}"
+        )
+
+
+def _check_context(config: StageConfig) -> None:
+    model, cp = config.model, config.parallel.cp
+    if cp == 1:
+        return
+    _divides("parallel.cp", cp, "model.seq_length", model.seq_length)
+    tokens = config.train.micro_batch_size * model.seq_length // cp
+    if tokens < model.d_conv - 1:
+        raise ConfigError(
+            f"parallel.cp={cp} leaves a rank {tokens} tokens of a microbatch, fewer than the "
+            f"{model.d_conv - 1} that the convolution looks back (model.d_conv={model.d_conv})"
         )
 
 

@@ -165,8 +165,15 @@ class ParallelConfig:
     pp: Positive = 1
     vpp: Positive = 1
     """Model chunks a pipeline rank holds; above 1 the 1F1B schedule is interleaved and needs pp > 1."""
+    cp: Positive = 1
+    """Context-parallel ranks; each takes micro_batch_size * seq_length / cp successive tokens of a packed row."""
     sequence_parallel: bool = False
     distributed_optimizer: bool = True
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that work on the same sequences; data parallelism is the world size divided by it."""
+        return self.tp * self.pp * self.cp
 
 
 @dataclass(frozen=True, config=_STRICT)

@@ -47,7 +47,7 @@ def _wrap(module: HybridModel, config: StageConfig) -> DistributedDataParallel:
         layout = DistributedOptimizer.compute_full_param_layout(
             [parameter for parameter in module.parameters() if parameter.requires_grad],
             bucket_size=None,
-            data_parallel_world_size=parallel_state.get_data_parallel_world_size(),
+            data_parallel_world_size=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
             ddp_config=ddp_config,
         )
     return DistributedDataParallel(module.config, ddp_config, module, full_param_layout=layout)

@@ -38,6 +38,7 @@ def initialize(parallel: ParallelConfig, seed: int) -> None:
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=int(TIMEOUT.total_seconds()) // 60,
     )

@@ -157,7 +157,8 @@ def load(
         engine.load_moments(moments, state["optimizer_steps"])
     if what == "everything":
         engine.load_scheduler_state(state["scheduler"])
-        if state["layout"] == _layout():
+        # Checkpoints from before there was context parallelism do not name it.
+        if {"cp": 1, **state["layout"]} == _layout():
             _set_rng(_load({"rng": _rng_shards()}, path)["rng"])
     return state["progress"]
 
@@ -194,6 +195,7 @@ def _layout() -> dict[str, int]:
         "world_size": dist.get_world_size(),
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
         "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "cp": parallel_state.get_context_parallel_world_size(),
     }
 
 

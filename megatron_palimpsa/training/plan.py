@@ -59,15 +59,16 @@ def estimate_memory(config: StageConfig, data_parallel_size: int) -> MemoryEstim
     """Weights, gradients and optimizer by their sizes; activations within about a factor of two.
 
     Gradients are float32. The optimizer holds two float32 moments and, in bf16, float32 weights; the distributed one
-    shares them over data parallelism. Activations count what backward needs of every layer (only its input with full
-    recomputation, and one layer in full), for as many microbatches as the pipeline keeps in flight, and the logits.
+    shares them over data and context parallelism. Activations count what backward needs of every layer (only its
+    input with full recomputation, and one layer in full), for as many microbatches as the pipeline keeps in flight,
+    and the logits.
     """
     parallel = config.parallel
     size = 2 if config.train.precision == "bf16" else 4
     held = _largest_rank_parameters(config) / parallel.tp
     optimizer = held * (12 if size == 2 else 8)
     if parallel.distributed_optimizer:
-        optimizer /= data_parallel_size
+        optimizer /= data_parallel_size * parallel.cp
     return MemoryEstimate(
         weights=round(held * size),
         gradients=round(held * 4),
@@ -96,7 +97,7 @@ def _layers_of_ranks(config: StageConfig) -> list[str]:
 
 def _activations(config: StageConfig, size: int) -> float:
     model, tp = config.model, config.parallel.tp
-    tokens = config.train.micro_batch_size * model.seq_length
+    tokens = config.train.micro_batch_size * model.seq_length / config.parallel.cp
     residual_size = 4 if model.fp32_residual else size
     residual = model.hidden_size * (2 * residual_size + size)
     stage = max(_layers_of_ranks(config), key=len)
@@ -132,7 +133,7 @@ def _layer_bytes(model: ModelConfig, symbol: str, size: int) -> float:
 def describe(config: StageConfig, world_size: int, source: Source | None, data: list[str]) -> str:
     """The resolved plan as lines of text; `data` describes the sets."""
     model, train, parallel, optimizer = config.model, config.train, config.parallel, config.optimizer
-    dp = world_size // (parallel.tp * parallel.pp)
+    dp = world_size // parallel.replica_size
     memory = estimate_memory(config, dp)
     parameters = count_parameters(model)
     counts = ", ".join(f"{model.layers.count(symbol)} {symbol}" for symbol in dict.fromkeys(model.layers))
@@ -145,8 +146,8 @@ def describe(config: StageConfig, world_size: int, source: Source | None, data: 
         f"model          {parameters:,} parameters ({short_count(parameters)}), {len(model.layers)} layers ({counts}), "
         f"sequence length {model.seq_length:,}",
         f"layout         {world_size} rank{'s' if world_size > 1 else ''}: "
-        f"tp {parallel.tp}, pp {parallel.pp}{chunks}, dp {dp}; {train.precision}, recompute {train.recompute}, "
-        f"{'distributed' if parallel.distributed_optimizer else 'replicated'} optimizer",
+        f"tp {parallel.tp}, pp {parallel.pp}{chunks}, cp {parallel.cp}, dp {dp}; "
+        f"{train.precision}, recompute {train.recompute}, {'distributed' if parallel.distributed_optimizer else 'replicated'} optimizer",
         f"tokens         {train.tokens:,} in {steps:,} steps of {train.global_batch_tokens:,} "
         f"({config.global_batch_size} sequences, {config.num_microbatches(dp)} microbatches of "
         f"{train.micro_batch_size} a rank); {flops:.2e} FLOPs",

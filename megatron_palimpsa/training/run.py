@@ -60,7 +60,7 @@ def dry_run(config: StageConfig) -> str:
         ConfigError: as `train`.
     """
     folder = RunFolder(config.folder)
-    ranks = launcher.world_size() if launcher.is_launched() else config.parallel.tp * config.parallel.pp
+    ranks = launcher.world_size() if launcher.is_launched() else config.parallel.replica_size
     check_stage(config, ranks)
     folder.check_config(config)
     source, data = _check_inputs(config, folder)
