@@ -1,4 +1,4 @@
-"""The command line: `megatron-palimpsa {demo,prep,train,generate,report}`.
+"""The command line: `megatron-palimpsa {demo,prep,train,bench,generate,report}`.
 
 Every command imports what it needs when it runs, so that `--help` and wrong input answer at once.
 """
@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_prep(commands)
     _add_train(commands)
+    _add_bench(commands)
     _add_generate(commands)
     _add_report(commands)
     return parser
@@ -124,6 +125,12 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     )
     train.add_argument("--dry-run", action="store_true", help="print the resolved plan and start nothing")
     train.set_defaults(command=_train)
+
+
+def _add_bench(commands: argparse._SubParsersAction) -> None:
+    from megatron_palimpsa.commands import bench
+
+    bench.add(commands)
 
 
 def _add_generate(commands: argparse._SubParsersAction) -> None:

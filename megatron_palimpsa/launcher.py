@@ -25,6 +25,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+def ranks_of_this_machine() -> int:
+    """Ranks that share this machine's cores."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def world_size() -> int:
     """Ranks that were started, 1 without a launcher."""
     return _ranks()[1]

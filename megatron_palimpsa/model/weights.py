@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
+from megatron_palimpsa import launcher
 from megatron_palimpsa.config import ModelConfig
 from megatron_palimpsa.model.naming import global_parameters
 from megatron_palimpsa.model.tensor_parallel import full_shape, local_share
@@ -124,19 +127,31 @@ def initializer_of(name: str) -> Initializer:
     return fitting[0]
 
 
-@torch.no_grad()
 def initialize_weights(model: HybridModel, config: ModelConfig, seed: int) -> None:
     """Fill every parameter of this rank's part of the model.
 
     The unsplit tensor is drawn on the CPU from a generator seeded with the parameter's global name, and this rank's
     share is taken: the weights depend on the seed alone and not on how many ranks hold them.
     """
-    for name, parameter in global_parameters(model):
+    rank, size = model.tp_group.rank(), model.tp_group.size()
+
+    @torch.no_grad()
+    def draw(named: tuple[str, Tensor]) -> None:
+        name, parameter = named
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        full = torch.empty(full_shape(parameter, model.tp_group.size()))
+        full = torch.empty(full_shape(parameter, size))
         initializer_of(name)(full, config, generator)
-        parameter.copy_(local_share(full, parameter, model.tp_group.rank(), model.tp_group.size()))
+        parameter.copy_(local_share(full, parameter, rank, size))
+
+    # A generator fills a tensor on one core, 0.2e9 numbers a second; each parameter has its own.
+    with ThreadPoolExecutor(_cores_of_this_rank()) as pool:
+        for _ in pool.map(draw, list(global_parameters(model))):
+            pass
+
+
+def _cores_of_this_rank() -> int:
+    return max(1, min(16, (os.cpu_count() or 1) // launcher.ranks_of_this_machine()))
 
 
 @torch.no_grad()

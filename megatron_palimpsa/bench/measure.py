@@ -1,0 +1,112 @@
+"""One configuration: build the engine, train, measure, and leave the process as it was."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron_palimpsa import parallel
+from megatron_palimpsa.bench.batches import random_batch
+from megatron_palimpsa.config import StageConfig
+from megatron_palimpsa.engine.megatron import MegatronEngine
+from megatron_palimpsa.training import ranks
+
+_DISTINCT_BATCHES = 8
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a configuration took; memory is the largest of all ranks, in bytes, None without CUDA."""
+
+    parameters: int
+    flops_per_token: float
+    build_seconds: float
+    first_step_seconds: float
+    step_seconds: list[float]
+    """Of each timed step."""
+    loss: float
+    """Of the last step."""
+    grad_norm: float
+    static_bytes: int | None
+    """Allocated between two steps: weights, gradients, optimizer."""
+    peak_bytes: int | None
+    """Allocated at most, building included."""
+    reserved_bytes: int | None
+    """What the allocator took from the device at most."""
+
+    @property
+    def median_seconds(self) -> float:
+        return statistics.median(self.step_seconds)
+
+
+def measure(config: StageConfig, *, warmup: int, steps: int) -> Measurement:
+    """Train `warmup` steps and `steps` timed ones on random tokens. Every rank calls it with the same arguments.
+
+    The first warm-up step compiles kernels and makes Adam's moments; there is at least one.
+
+    Raises:
+        torch.OutOfMemoryError: the configuration does not fit; what it held is given back.
+    """
+    try:
+        return _measure(config, max(1, warmup), steps)
+    finally:
+        # The process group stays: the next case may split it differently.
+        parallel_state.destroy_model_parallel()
+        _give_back()
+
+
+def _measure(config: StageConfig, warmup: int, steps: int) -> Measurement:
+    _give_back()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    start = _now()
+    parallel.initialize(config.parallel, config.seed)
+    engine = MegatronEngine(config)
+    build_seconds = _now() - start
+    batches = itertools.cycle(_batches(config))
+    seconds = []
+    for _ in range(warmup + steps):
+        start = _now()
+        result = engine.train_step(batches, lambda loss, grad_norm: True)
+        seconds.append(_now() - start)
+    return Measurement(
+        parameters=engine.num_parameters,
+        flops_per_token=engine.model_flops_per_token,
+        build_seconds=build_seconds,
+        first_step_seconds=seconds[0],
+        step_seconds=seconds[warmup:],
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        static_bytes=_largest(torch.cuda.memory_allocated),
+        peak_bytes=_largest(torch.cuda.max_memory_allocated),
+        reserved_bytes=_largest(torch.cuda.max_memory_reserved),
+    )
+
+
+def _batches(config: StageConfig) -> list[Any]:
+    rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    count = min(_DISTINCT_BATCHES, config.num_microbatches(size))
+    return [random_batch(config, seed=config.seed + rank * count + index) for index in range(count)]
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _largest(count: Any) -> int | None:
+    return ranks.largest(count()) if torch.cuda.is_available() else None
+
+
+def _give_back() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,191 @@
+"""Measurements as flat records: JSON lines or CSV for programs, a table for people."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from palimpsa_kernels.dispatch import VARIABLE as KERNELS
+
+from megatron_palimpsa.bench.cases import Case
+from megatron_palimpsa.bench.measure import Measurement
+from megatron_palimpsa.config import ConfigError, StageConfig
+from megatron_palimpsa.training.console import peak_flops, short_count
+from megatron_palimpsa.training.plan import MemoryEstimate, count_parameters
+
+Record = dict[str, Any]
+MEASURED = (
+    "tokens_per_second",
+    "tokens_per_second_lowest",
+    "tokens_per_second_highest",
+    "mfu",
+    "peak_bytes",
+    "reserved_bytes",
+    "static_bytes",
+    "estimate_error_percent",
+    "loss",
+    "grad_norm",
+    "steps",
+    "build_seconds",
+    "first_step_seconds",
+)
+"""Fields that are None where the configuration did not run."""
+
+
+def describe(case: Case, world_size: int, estimate: MemoryEstimate) -> Record:
+    """What is known of a case before it runs; memory in bytes."""
+    config = case.config
+    model, train, parallel = config.model, config.train, config.parallel
+    on_cuda = torch.cuda.is_available()
+    return {
+        "case": case.name,
+        "status": "ok",
+        "overrides": " ".join(case.overrides),
+        "ranks": world_size,
+        "tp": parallel.tp,
+        "sequence_parallel": parallel.sequence_parallel,
+        "pp": parallel.pp,
+        "dp": data_parallel_size(config, world_size),
+        "distributed_optimizer": parallel.distributed_optimizer,
+        "recompute": train.recompute,
+        "precision": train.precision,
+        "seq_length": model.seq_length,
+        "micro_batch_size": train.micro_batch_size,
+        "global_batch_tokens": train.global_batch_tokens,
+        "layers": {symbol: model.layers.count(symbol) for symbol in dict.fromkeys(model.layers)},
+        "parameters": count_parameters(model),
+        "estimate_bytes": estimate.total,
+        **dict.fromkeys(MEASURED),
+        "device": torch.cuda.get_device_name() if on_cuda else "cpu",
+        "kernels": os.environ.get(KERNELS, "auto"),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "megatron_core": _version("megatron-core"),
+    }
+
+
+def data_parallel_size(config: StageConfig, world_size: int) -> int:
+    return world_size // (config.parallel.tp * config.parallel.pp)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except ImportError:
+        return None
+
+
+def complete(record: Record, measured: Measurement) -> Record:
+    """The record of a case that ran."""
+    tokens = record["global_batch_tokens"]
+    rates = [tokens / seconds for seconds in measured.step_seconds]
+    rate = tokens / measured.median_seconds
+    peak = peak_flops(record["device"])
+    error = None
+    if measured.peak_bytes is not None:
+        error = 100 * (record["estimate_bytes"] / measured.peak_bytes - 1)
+    return record | {
+        "parameters": measured.parameters,
+        "tokens_per_second": rate,
+        "tokens_per_second_lowest": min(rates),
+        "tokens_per_second_highest": max(rates),
+        "mfu": None if peak is None else rate * measured.flops_per_token / (peak * record["ranks"]),
+        "peak_bytes": measured.peak_bytes,
+        "reserved_bytes": measured.reserved_bytes,
+        "static_bytes": measured.static_bytes,
+        "estimate_error_percent": error,
+        "loss": measured.loss,
+        "grad_norm": measured.grad_norm,
+        "steps": len(measured.step_seconds),
+        "build_seconds": measured.build_seconds,
+        "first_step_seconds": measured.first_step_seconds,
+    }
+
+
+class RecordFile:
+    """Appends a record at a time, so that what was measured stays; by its ending CSV or JSON lines."""
+
+    def __init__(self, path: Path) -> None:
+        """
+        Raises:
+            ConfigError: neither ending, or a CSV with other columns is there.
+        """
+        if path.suffix not in (".jsonl", ".csv"):
+            raise ConfigError(f"--output {path}: must end with .jsonl or .csv")
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, record: Record) -> None:
+        with self._path.open("a", newline="") as file:
+            if self._path.suffix == ".jsonl":
+                file.write(json.dumps(record, allow_nan=False) + "\n")
+                return
+            flat = record | {"layers": _layers(record)}
+            writer = csv.DictWriter(file, flat, lineterminator="\n")
+            if file.tell() == 0:
+                writer.writeheader()
+            writer.writerow(flat)
+
+
+def _layers(record: Record) -> str:
+    return " ".join(f"{count} {symbol}" for symbol, count in record["layers"].items())
+
+
+COLUMNS = (
+    "case",
+    "layers",
+    "T x mb",
+    "ranks",
+    "layout",
+    "recompute",
+    "tokens/s",
+    "spread",
+    "MFU",
+    "peak",
+    "estimate",
+    "loss",
+)
+
+
+def table(records: Sequence[Record]) -> str:
+    """The records as aligned columns; memory in GiB."""
+    rows = [COLUMNS, *(_row(record) for record in records)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _row(record: Record) -> tuple[str, ...]:
+    layout = [
+        f"tp {record['tp']}{' sp' if record['sequence_parallel'] else ''}",
+        f"pp {record['pp']}",
+        f"dp {record['dp']}",
+    ]
+    known = (
+        record["case"],
+        _layers(record),
+        f"{record['seq_length']} x {record['micro_batch_size']}",
+        str(record["ranks"]),
+        ", ".join(layout),
+        record["recompute"],
+    )
+    estimate = _gib(record["estimate_bytes"])
+    if record["status"] != "ok":
+        return (*known, record["status"], "", "", "", estimate, "")
+    if record["estimate_error_percent"] is not None:
+        estimate += f" ({record['estimate_error_percent']:+.1f} %)"
+    rate = record["tokens_per_second"]
+    spread = f"{short_count(record['tokens_per_second_lowest'])}-{short_count(record['tokens_per_second_highest'])}"
+    mfu = "-" if record["mfu"] is None else f"{100 * record['mfu']:.1f} %"
+    return (*known, f"{rate:,.0f}", spread, mfu, _gib(record["peak_bytes"]), estimate, f"{record['loss']:.4f}")
+
+
+def _gib(count: int | None) -> str:
+    return "-" if count is None else f"{count / 2**30:.2f} GiB"

@@ -1,0 +1,44 @@
+"""`bench`: tokens a second, MFU and memory of a stage on random tokens."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def add(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="tokens a second, MFU and peak memory of a stage on random tokens",
+        description="Train a few steps of a stage on random packed tokens and print tokens a second, MFU and peak "
+        "memory beside the plan's estimate. Needs no data, tokenizer or run folder; under torchrun every rank runs it.",
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="the stage's YAML file")
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="changes any key of the file, in every case"
+    )
+    parser.add_argument(
+        "--case",
+        dest="cases",
+        action="append",
+        default=[],
+        metavar="NAME:KEY=VALUE,...",
+        help="measure the stage with these changes; repeated, one process measures all (the stage as it is)",
+    )
+    parser.add_argument("--warmup", type=_count, default=2, metavar="N", help="steps before the clock (%(default)s)")
+    parser.add_argument("--steps", type=_count, default=5, metavar="N", help="timed steps (%(default)s)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="append a record a case to a .jsonl or .csv")
+    parser.set_defaults(command=_bench)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 10**6:
+        raise argparse.ArgumentTypeError(f"must be an integer from 1 to 1000000, not {text}")
+    return int(text)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from megatron_palimpsa import bench, launcher
+
+    cases = bench.read_cases(options.config, options.overrides, options.cases, launcher.world_size())
+    return bench.run_cases(cases, warmup=options.warmup, steps=options.steps, output=options.output)

@@ -1,0 +1,54 @@
+"""The list of configurations, and each way in which it can be wrong."""
+
+import pytest
+from palimpsa_launch import stages
+
+from megatron_palimpsa import cli
+from megatron_palimpsa.bench import read_cases
+from megatron_palimpsa.config import ConfigError
+
+STAGE = stages.path("bench/2.7b")
+
+
+def test_overrides_come_first_and_a_case_changes_them():
+    cases = read_cases(
+        STAGE,
+        ["model.seq_length=8192", "train.global_batch_tokens=32768"],
+        ["a", "b:model.seq_length=32768,train.recompute=full"],
+        1,
+    )
+    assert [case.name for case in cases] == ["a", "b"]
+    assert [case.config.model.seq_length for case in cases] == [8192, 32768]
+    assert [case.config.train.recompute for case in cases] == ["none", "full"]
+    assert cases[1].config.train.global_batch_tokens == 32768
+
+
+def test_without_cases_the_stage_itself_is_the_only_one():
+    (case,) = read_cases(STAGE, [], [], 1)
+    assert case.config.model.layers.count("P") == 8
+    assert len(case.config.model.layers) == 64
+    assert case.config.model.padded_vocab_size == 50288
+
+
+@pytest.mark.parametrize(
+    ("cases", "message"),
+    [
+        (["model.seq_length=8192"], "expected NAME:section.key=value"),
+        (["a:train.recompute=full", "a"], "another case has that name"),
+        (["a", "b:model.seq_len=1"], "case b: .*unknown key 'model.seq_len'"),
+        (["a:parallel.tp=3"], "case a: parallel.tp=3 does not divide the number of heads"),
+    ],
+)
+def test_a_wrong_case_is_named_before_anything_runs(cases, message):
+    with pytest.raises(ConfigError, match=message):
+        read_cases(STAGE, [], cases, 1)
+
+
+def test_the_ranks_count():
+    with pytest.raises(ConfigError, match="does not divide the 3 ranks"):
+        read_cases(STAGE, ["parallel.tp=2"], [], 3)
+
+
+def test_the_command_refuses_an_output_that_is_neither_csv_nor_json_lines(capsys, tmp_path):
+    assert cli.main(["bench", str(STAGE), "--output", str(tmp_path / "table.txt")]) == 2
+    assert "must end with .jsonl or .csv" in capsys.readouterr().err

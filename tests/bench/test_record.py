@@ -1,0 +1,69 @@
+"""What a record holds, where it is appended, and the table."""
+
+import csv
+import json
+
+import pytest
+from palimpsa_launch import stages
+
+from megatron_palimpsa.bench.cases import read_cases
+from megatron_palimpsa.bench.measure import Measurement
+from megatron_palimpsa.bench.record import RecordFile, complete, describe, table
+from megatron_palimpsa.training.plan import estimate_memory
+
+MEASURED = Measurement(
+    parameters=2_700_000_000,
+    flops_per_token=2e10,
+    build_seconds=1.0,
+    first_step_seconds=9.0,
+    step_seconds=[0.5, 0.25, 1.0],
+    loss=10.5,
+    grad_norm=1.0,
+    static_bytes=50 * 2**30,
+    peak_bytes=80 * 2**30,
+    reserved_bytes=90 * 2**30,
+)
+
+
+@pytest.fixture
+def known():
+    (case,) = read_cases(stages.path("bench/2.7b"), ["train.global_batch_tokens=16384"], [], 2)
+    return describe(case, 2, estimate_memory(case.config, 2)) | {"device": "NVIDIA H200"}
+
+
+def test_rates_come_from_the_median_step_and_mfu_from_all_devices(known):
+    record = complete(known, MEASURED)
+    assert record["dp"] == 2
+    assert record["tokens_per_second"] == 32768
+    assert (record["tokens_per_second_lowest"], record["tokens_per_second_highest"]) == (16384, 65536)
+    assert record["mfu"] == pytest.approx(32768 * 2e10 / (2 * 989e12))
+    assert record["estimate_error_percent"] == pytest.approx(100 * (record["estimate_bytes"] / (80 * 2**30) - 1))
+
+
+def test_without_a_known_device_there_is_no_mfu_and_without_cuda_no_error(known):
+    record = complete(known | {"device": "cpu"}, MEASURED)
+    assert record["mfu"] is None
+    record = complete(known, Measurement(**{**vars(MEASURED), "peak_bytes": None}))
+    assert record["estimate_error_percent"] is None
+
+
+@pytest.mark.parametrize("name", ["table.jsonl", "table.csv"])
+def test_records_are_appended_whatever_their_status(tmp_path, known, name):
+    path = tmp_path / "new" / name
+    records = [known | {"status": "out of memory"}, complete(known, MEASURED)]
+    for record in records:
+        RecordFile(path).write(record)
+    with path.open() as file:
+        read = [json.loads(line) for line in file] if path.suffix == ".jsonl" else list(csv.DictReader(file))
+    assert [row["status"] for row in read] == ["out of memory", "ok"]
+    assert [str(row["peak_bytes"] or "") for row in read] == ["", str(80 * 2**30)]
+    assert {tuple(row) for row in read} == {tuple(known)}
+
+
+def test_the_table_has_a_line_a_case(known):
+    head, failed, done = table([known | {"status": "out of memory"}, complete(known, MEASURED)]).splitlines()
+    assert head.split()[:2] == ["case", "layers"]
+    assert "out of memory" in failed
+    assert "32,768" in done
+    assert "80.00 GiB" in done
+    assert f"{known['estimate_bytes'] / 2**30:.2f} GiB" in done

@@ -1,0 +1,55 @@
+"""The command on one process, and what it does when a case does not fit."""
+
+import json
+
+import pytest
+import torch
+from helpers.runs import write_stage
+
+from megatron_palimpsa import bench, cli
+from megatron_palimpsa.bench import run as bench_run
+
+STEPS = ["--warmup", "1", "--steps", "2"]
+
+
+@pytest.fixture
+def stage(tmp_path):
+    # No data is there, and none is needed.
+    return write_stage(tmp_path, tmp_path / "nothing")
+
+
+def test_every_case_is_trained_and_recorded(stage, tmp_path, capsys):
+    output = tmp_path / "out.jsonl"
+    cases = ["--case", "plain", "--case", "again:train.recompute=full", "--case", "M:model.pattern=MM"]
+    assert cli.main(["bench", str(stage), *cases, *STEPS, "--output", str(output)]) == 0
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [record["case"] for record in records] == ["plain", "again", "M"]
+    assert {record["status"] for record in records} == {"ok"}
+    assert records[0]["layers"] == {"M": 1, "P": 1, "*": 1, "-": 1}
+    # Three steps on the same data: recomputation changes no loss, another model does.
+    assert records[0]["loss"] == records[1]["loss"] != records[2]["loss"]
+    assert all(record["tokens_per_second"] > 0 and record["steps"] == 2 for record in records)
+    assert all(record["parameters"] > 0 and record["estimate_bytes"] > 0 for record in records)
+    assert records[0]["mfu"] is records[0]["peak_bytes"] is None
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[-3:]] == ["plain", "again", "M"]
+    # The run folder is not touched.
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_case_without_memory_is_recorded_and_the_next_runs(stage, tmp_path, monkeypatch):
+    measure = bench_run.measure
+
+    def first_fails(config, **options):
+        if config.train.recompute == "none":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
+        return measure(config, **options)
+
+    monkeypatch.setattr(bench_run, "measure", first_fails)
+    output = tmp_path / "out.jsonl"
+    cases = bench.read_cases(stage, [], ["large", "small:train.recompute=full"], 1)
+    bench.run_cases(cases, warmup=1, steps=1, output=output)
+    large, small = (json.loads(line) for line in output.read_text().splitlines())
+    assert large["status"] == "out of memory"
+    assert large["tokens_per_second"] is None
+    assert small["status"] == "ok"
