@@ -147,7 +147,8 @@ def describe(config: StageConfig, world_size: int, source: Source | None, data: 
         f"sequence length {model.seq_length:,}",
         f"layout         {world_size} rank{'s' if world_size > 1 else ''}: "
         f"tp {parallel.tp}, pp {parallel.pp}{chunks}, cp {parallel.cp}, dp {dp}; "
-        f"{train.precision}, recompute {train.recompute}, {'distributed' if parallel.distributed_optimizer else 'replicated'} optimizer",
+        f"{train.precision}, recompute {train.recompute}, "
+        f"{'distributed' if parallel.distributed_optimizer else 'replicated'} optimizer",
         f"tokens         {train.tokens:,} in {steps:,} steps of {train.global_batch_tokens:,} "
         f"({config.global_batch_size} sequences, {config.num_microbatches(dp)} microbatches of "
         f"{train.micro_batch_size} a rank); {flops:.2e} FLOPs",
