@@ -15,7 +15,7 @@ from palimpsa_kernels.dispatch import VARIABLE as KERNELS
 
 from megatron_palimpsa.bench.cases import Case
 from megatron_palimpsa.bench.measure import Measurement
-from megatron_palimpsa.config import ConfigError, StageConfig
+from megatron_palimpsa.config import ConfigError
 from megatron_palimpsa.training.console import peak_flops, short_count
 from megatron_palimpsa.training.plan import MemoryEstimate, count_parameters
 
@@ -46,12 +46,15 @@ def describe(case: Case, world_size: int, estimate: MemoryEstimate) -> Record:
     return {
         "case": case.name,
         "status": "ok",
+        "stage": config.name,
         "overrides": " ".join(case.overrides),
         "ranks": world_size,
         "tp": parallel.tp,
         "sequence_parallel": parallel.sequence_parallel,
         "pp": parallel.pp,
-        "dp": data_parallel_size(config, world_size),
+        "vpp": parallel.vpp,
+        "cp": parallel.cp,
+        "dp": world_size // parallel.replica_size,
         "distributed_optimizer": parallel.distributed_optimizer,
         "recompute": train.recompute,
         "precision": train.precision,
@@ -68,10 +71,6 @@ def describe(case: Case, world_size: int, estimate: MemoryEstimate) -> Record:
         "triton": _version("triton"),
         "megatron_core": _version("megatron-core"),
     }
-
-
-def data_parallel_size(config: StageConfig, world_size: int) -> int:
-    return world_size // (config.parallel.tp * config.parallel.pp)
 
 
 def _version(package: str) -> str | None:
@@ -163,17 +162,15 @@ def table(records: Sequence[Record]) -> str:
 
 
 def _row(record: Record) -> tuple[str, ...]:
-    layout = [
-        f"tp {record['tp']}{' sp' if record['sequence_parallel'] else ''}",
-        f"pp {record['pp']}",
-        f"dp {record['dp']}",
-    ]
+    layout = [f"{name} {record[name]}" for name in ("tp", "pp", "vpp", "cp", "dp") if record[name] > 1]
+    if record["sequence_parallel"]:
+        layout.append("sp")
     known = (
         record["case"],
         _layers(record),
         f"{record['seq_length']} x {record['micro_batch_size']}",
         str(record["ranks"]),
-        ", ".join(layout),
+        ", ".join(layout) or "-",
         record["recompute"],
     )
     estimate = _gib(record["estimate_bytes"])

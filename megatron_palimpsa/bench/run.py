@@ -11,7 +11,7 @@ import torch
 from megatron_palimpsa import launcher, parallel
 from megatron_palimpsa.bench.cases import Case
 from megatron_palimpsa.bench.measure import measure
-from megatron_palimpsa.bench.record import Record, RecordFile, complete, data_parallel_size, describe, table
+from megatron_palimpsa.bench.record import Record, RecordFile, complete, describe, table
 from megatron_palimpsa.training.exit_codes import ExitCode
 from megatron_palimpsa.training.plan import estimate_memory
 
@@ -49,7 +49,7 @@ def run_cases(cases: list[Case], *, warmup: int, steps: int, output: Path | None
 
 def _measured(case: Case, world_size: int, warmup: int, steps: int) -> Record:
     config = case.config
-    record = describe(case, world_size, estimate_memory(config, data_parallel_size(config, world_size)))
+    record = describe(case, world_size, estimate_memory(config, world_size // config.parallel.replica_size))
     logger.info("Case %s: %s", case.name, record["overrides"] or "the stage as it is")
     try:
         measured = measure(config, warmup=warmup, steps=steps)
