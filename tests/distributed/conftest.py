@@ -1,4 +1,4 @@
-"""Two processes kept over all tests of the session, and one-process runs to compare with."""
+"""Four processes kept over all tests of the session, and one-process runs to compare with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from helpers import training_runs
 from helpers.training_runs import Run
-from helpers.workers import Workers
+from helpers.workers import FirstWorkers, Workers
 
 from megatron_palimpsa import parallel
 from megatron_palimpsa.config import StageConfig
@@ -19,7 +19,7 @@ def worker_pool() -> Iterator[Callable[[], Workers]]:
 
     def get() -> Workers:
         if not pool or not pool[-1].alive:
-            pool.append(Workers(2))
+            pool.append(Workers(4))
         return pool[-1]
 
     yield get
@@ -28,8 +28,13 @@ def worker_pool() -> Iterator[Callable[[], Workers]]:
 
 
 @pytest.fixture
-def two_processes(worker_pool: Callable[[], Workers]) -> Workers:
+def four_processes(worker_pool: Callable[[], Workers]) -> Workers:
     return worker_pool()
+
+
+@pytest.fixture
+def two_processes(four_processes: Workers) -> FirstWorkers:
+    return FirstWorkers(four_processes, 2)
 
 
 @pytest.fixture(scope="session")

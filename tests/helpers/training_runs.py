@@ -45,6 +45,9 @@ class Run:
     learning_rates: list[float]
     evaluation: Tensor
     evaluation_loss: float
+    parameters: int
+    """Of the whole model."""
+    flops_per_token: float
 
 
 @contextmanager
@@ -71,10 +74,6 @@ def always(loss: float, grad_norm: float) -> bool:
     return True
 
 
-def never(loss: float, grad_norm: float) -> bool:
-    return False
-
-
 def shares(engine: MegatronEngine, gradients: bool) -> dict[str, Share]:
     result = {}
     for name, parameter in (named for chunk in engine.chunks for named in global_parameters(chunk)):
@@ -83,24 +82,50 @@ def shares(engine: MegatronEngine, gradients: bool) -> dict[str, Share]:
         value = parameter.main_grad if gradients else parameter.detach()
         split = getattr(parameter, "tensor_model_parallel", False)
         result[name] = Share(
-            value.clone(), parameter.partition_dim if split else None, getattr(parameter, "partition_stride", 1)
+            value.to("cpu", torch.float32, copy=True),
+            parameter.partition_dim if split else None,
+            getattr(parameter, "partition_stride", 1),
         )
     return result
 
 
+def gather_gradients(engine: MegatronEngine) -> None:
+    """Fill in the parts of the reduced gradients that the distributed optimizer leaves on other ranks."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    buffers = [buffer for chunk in engine._wrapped for buffer in chunk.buffers]
+    for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
+        own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+        dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
+
+
 def train(config: StageConfig, steps: int) -> Run:
-    """First a batch whose gradients are looked at and dropped, then `steps` steps from the start, then evaluation."""
+    """`steps` steps from the start, the gradients of the first being looked at, then evaluation."""
     with layout(config):
         engine = MegatronEngine(config)
-        engine.train_step(share_of_batches(config, 0), never)
-        gradients = shares(engine, gradients=True)
+        gradients: dict[str, Share] = {}
+
+        def look(loss: float, grad_norm: float) -> bool:
+            if config.parallel.distributed_optimizer:
+                gather_gradients(engine)
+            gradients.update(shares(engine, gradients=True))
+            return True
+
         batches = share_of_batches(config, 0)
         results, rates = [], []
-        for _ in range(steps):
-            results.append(engine.train_step(batches, always))
+        for step in range(steps):
+            results.append(engine.train_step(batches, always if step else look))
             rates.append(engine.learning_rate)
         evaluation, loss = engine.evaluate([random_batch(config, seed=900 + index) for index in range(3)])
-        return Run(results, gradients, shares(engine, gradients=False), rates, evaluation, loss)
+        return Run(
+            results,
+            gradients,
+            shares(engine, gradients=False),
+            rates,
+            evaluation,
+            loss,
+            engine.num_parameters,
+            engine.model_flops_per_token,
+        )
 
 
 @dataclass(frozen=True)

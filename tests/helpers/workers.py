@@ -6,50 +6,69 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from megatron_palimpsa import parallel
+
 TIMEOUT_SECONDS = 120
+_PRELOADED = ["megatron.core.models.hybrid.hybrid_model", "megatron.core.optimizer", "megatron.core.dist_checkpointing"]
 
 
 class Workers:
-    """`size` ranks of one gloo process group; `run` calls a function on all of them and collects its results."""
+    """`size` processes; `run` calls a function on all of them as ranks of one process group, `run_on` on some.
+
+    The group is NCCL's where CUDA exists and gloo's otherwise, formed for the call and left after it: nothing of one
+    test's groups remains for the next.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self._calls = 0
         self._folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         self._connections: list[Connection] = []
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, self._folder.name, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)  # type: ignore[attr-defined]
             process.start()
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """`function(*arguments)` on every rank; results by rank.
+        """`run_on` all processes."""
+        return self.run_on(self.size, function, *arguments)
+
+    def run_on(self, size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """`function(*arguments)` on ranks 0 to `size` - 1 of a process group of that size; results by rank.
 
         Raises:
             RuntimeError: one failed, died or gave no answer in time; the processes are ended then, because the
                 others may wait for it for ever.
         """
-        for rank, connection in enumerate(self._connections):
+        self._calls += 1
+        rendezvous = Path(self._folder.name) / f"rendezvous-{self._calls}"
+        for rank, connection in enumerate(self._connections[:size]):
             try:
-                connection.send((function, arguments))
+                connection.send((rendezvous, size, function, arguments))
             except BrokenPipeError:
                 self._fail(f"rank {rank} died before")
         results: dict[int, Any] = {}
-        while len(results) < self.size:
-            waiting = [connection for rank, connection in enumerate(self._connections) if rank not in results]
+        while len(results) < size:
+            waiting = [connection for rank, connection in enumerate(self._connections[:size]) if rank not in results]
             ready = wait(waiting, TIMEOUT_SECONDS)
             if not ready:
-                self._fail(f"no answer from ranks {sorted(set(range(self.size)) - set(results))}")
+                self._fail(f"no answer from ranks {sorted(set(range(size)) - set(results))}")
             for connection in ready:
                 rank = self._connections.index(connection)  # type: ignore[arg-type]
                 try:
@@ -58,7 +77,7 @@ class Workers:
                     self._fail(f"rank {rank} died")
                 if not succeeded:
                     self._fail(f"rank {rank}:\n{results[rank]}")
-        return [results[rank] for rank in range(self.size)]
+        return [results[rank] for rank in range(size)]
 
     def _fail(self, message: str) -> None:
         self.close()
@@ -77,25 +96,53 @@ class Workers:
         return all(process.is_alive() for process in self._processes)
 
 
-def _serve(rank: int, size: int, folder: str, connection: Connection) -> None:
-    import torch
-    import torch.distributed as dist
+class FirstWorkers:
+    """The first `size` of kept processes, as if there were no others."""
 
+    def __init__(self, workers: Workers, size: int) -> None:
+        self._workers = workers
+        self.size = size
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        return self._workers.run_on(self.size, function, *arguments)
+
+
+def _context() -> BaseContext:
+    if torch.cuda.is_available():
+        # CUDA does not survive a fork.
+        return multiprocessing.get_context("spawn")
+    # Forked from a process that has imported once what takes seconds.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
+def _serve(rank: int, connection: Connection) -> None:
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
+    while True:
+        try:
+            rendezvous, size, function, arguments = connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        try:
+            with _process_group(rendezvous, rank, size):
+                result = function(*arguments)
+            connection.send((True, result))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+
+
+@contextmanager
+def _process_group(rendezvous: Path, rank: int, size: int) -> Iterator[None]:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{Path(folder) / 'rendezvous'}",
+        "nccl" if torch.cuda.is_available() else "gloo",
+        init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=TIMEOUT_SECONDS),
     )
-    while True:
-        try:
-            function, arguments = connection.recv()
-        except (EOFError, ConnectionResetError):
-            return
-        try:
-            connection.send((True, function(*arguments)))
-        except BaseException:
-            connection.send((False, traceback.format_exc()))
+    yield
+    parallel.destroy()
