@@ -127,7 +127,9 @@ class TrainConfig:
     micro_batch_size: Positive = 1
     """Packed sequences a rank takes through the model at once."""
     precision: Literal["bf16", "fp32"] = "bf16"
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What the backward pass forms again instead of keeping it: `selective` what costs memory and little time
+    (convolutions, norms, beta's logits, the vocabulary's logits), `full` all of every layer."""
     eval_interval: Positive = 100
     eval_batches: Positive = 8
     stop_at_step: Positive | None = None

@@ -12,6 +12,7 @@ from palimpsa_kernels.dispatch import check_setting
 from torch import Tensor, nn
 
 from megatron_palimpsa.config import ConfigError, ModelConfig, StageConfig
+from megatron_palimpsa.model.loss import ChunkedLossModel
 from megatron_palimpsa.model.mixer import MixerOptions
 from megatron_palimpsa.model.spec import hybrid_stack_spec
 from megatron_palimpsa.model.weights import initialize_weights
@@ -114,9 +115,10 @@ def build_model(
     groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
     # Tied embeddings of several pipeline stages are sent through the GPU.
     with cpu.cuda_means_cpu():
-        model = HybridModel(
+        model_class = HybridModel if config.train.recompute == "none" else ChunkedLossModel
+        model = model_class(
             transformer_config(config),
-            hybrid_stack_spec(mixer_options(config.model)),
+            hybrid_stack_spec(mixer_options(config.model), recompute_cheap=config.train.recompute == "selective"),
             vocab_size=config.model.padded_vocab_size,
             max_sequence_length=config.model.seq_length,
             hybrid_layer_pattern="|".join(config.model.stages(config.parallel.pp * config.parallel.vpp)),

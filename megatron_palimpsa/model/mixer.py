@@ -44,6 +44,7 @@ from palimpsa_kernels.activations import add_skip, likelihood_precision, step_an
 from torch import Tensor
 
 from megatron_palimpsa.model.norm import GatedRMSNorm
+from megatron_palimpsa.model.recompute import droppable
 from megatron_palimpsa.model.recorder import MemoryRecorder
 from megatron_palimpsa.model.tensor_parallel import make_parameter
 
@@ -211,9 +212,10 @@ class Mixer(MegatronModule):
     def _enter_tensor_parallel(self, hidden_states: Tensor) -> Tensor:
         """All tokens on every rank; one sum (or reduce-scatter) over ranks for the gradients of all projections."""
         if self.config.sequence_parallel:
-            return gather_from_sequence_parallel_region(
-                hidden_states, tensor_parallel_output_grad=True, group=self.tp_group
+            gather = partial(
+                gather_from_sequence_parallel_region, tensor_parallel_output_grad=True, group=self.tp_group
             )
+            return droppable(gather, hidden_states)
         return copy_to_tensor_model_parallel_region(hidden_states, group=self.tp_group)
 
     def _small_projections(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -246,12 +248,13 @@ class Mixer(MegatronModule):
 
     def _beta_logits(self, beta_low: Tensor) -> Tensor:
         """Of the likelihood precision [..., H, V]."""
-        return self._by_head(F.linear(beta_low, self.beta_up_weight))
+        return self._by_head(droppable(F.linear, beta_low, self.beta_up_weight))
 
     def _whole(self, projected: Projected, cu_seqlens: Tensor | None) -> Tensor:
         """Convolve and scan whole rows -> y [B, T, H * V]."""
-        x = causal_conv1d(projected.x, self.conv_x_weight, self.conv_x_bias, cu_seqlens=cu_seqlens)
-        bc = causal_conv1d(projected.bc, *self._bc_filter(), cu_seqlens=cu_seqlens)
+        convolve = partial(causal_conv1d, cu_seqlens=cu_seqlens)
+        x = droppable(convolve, projected.x, self.conv_x_weight, self.conv_x_bias)
+        bc = droppable(convolve, projected.bc, *self._bc_filter())
         y, _ = self._scan(x, bc, projected, cu_seqlens, memory=None, keep_memory=self.recorder is not None)
         return y
 

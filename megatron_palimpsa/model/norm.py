@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.mappings import (
@@ -13,6 +15,7 @@ from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, mak
 from palimpsa_kernels import gated_rms_norm
 from torch import Tensor, nn
 
+from megatron_palimpsa.model.recompute import droppable
 from megatron_palimpsa.model.tensor_parallel import make_parameter
 
 
@@ -31,7 +34,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., hidden_size], any floating dtype -> the same shape in the weight's dtype."""
-        return gated_rms_norm(x, None, self.weight, eps=self.eps, group_size=x.shape[-1])
+        return droppable(partial(gated_rms_norm, eps=self.eps, group_size=x.shape[-1]), x, None, self.weight)
 
 
 class GatedRMSNorm(nn.Module):
@@ -72,15 +75,14 @@ class GatedRMSNorm(nn.Module):
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
         """x, z [..., channels / tp] -> the same shape in the weight's dtype."""
         sizes = None if self.groups_are_local else [size for _, size in self.segments]
-        return gated_rms_norm(
-            x,
-            z,
-            self.weight,
+        norm = partial(
+            gated_rms_norm,
             eps=self.eps,
             group_size=self.group_size,
             segments=sizes,
             total=None if self.groups_are_local else self._over_ranks,
         )
+        return droppable(norm, x, z, self.weight)
 
     def _over_ranks(self, sums: Tensor) -> Tensor:
         """Sums over this rank's segments [..., segments] -> over their whole groups."""

@@ -21,8 +21,8 @@ from megatron_palimpsa.model.norm import RMSNorm
 from megatron_palimpsa.model.stack import MixerLayer, PalimpsaStack
 
 
-def hybrid_stack_spec(options: MixerOptions) -> ModuleSpec:
-    """Spec of a HybridModel's stack; `options` are those of all its mixers."""
+def hybrid_stack_spec(options: MixerOptions, recompute_cheap: bool = False) -> ModuleSpec:
+    """Spec of a HybridModel's stack; the arguments are those of `PalimpsaStack`."""
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -36,7 +36,7 @@ def hybrid_stack_spec(options: MixerOptions) -> ModuleSpec:
     )
     return ModuleSpec(
         module=PalimpsaStack,
-        params={"options": options},
+        params={"options": options, "recompute_cheap": recompute_cheap},
         submodules=HybridStackSubmodules(
             mamba_layer=ModuleSpec(
                 module=MixerLayer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -10,9 +11,11 @@ from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
 
 from megatron_palimpsa.model.mixer import Mixer, MixerOptions
 from megatron_palimpsa.model.norm import RMSNorm
+from megatron_palimpsa.model.recompute import dropping
 
 PALIMPSA = "P"
 
@@ -50,6 +53,7 @@ class PalimpsaStack(HybridStack):
 
     Args:
         options: of all mixers.
+        recompute_cheap: activations that are cheap to form again are not kept for the backward pass (`recompute`).
         layer_type_list: this stage's symbols.
         pp_layer_offset: layers of the stages before.
     """
@@ -60,6 +64,7 @@ class PalimpsaStack(HybridStack):
         submodules: HybridStackSubmodules,
         options: MixerOptions,
         layer_type_list: list[str],
+        recompute_cheap: bool = False,
         pp_layer_offset: int = 0,
         **kwargs: Any,
     ) -> None:
@@ -80,7 +85,13 @@ class PalimpsaStack(HybridStack):
             post_layer_norm=False,
             **kwargs,
         )
+        self.recompute_cheap = recompute_cheap
         self.layer_type_list = layer_type_list
         self.post_layer_norm = True
         if self.post_process:
             self.final_norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As HybridStack's."""
+        with dropping() if self.recompute_cheap else contextlib.nullcontext():
+            return super().forward(*args, **kwargs)
