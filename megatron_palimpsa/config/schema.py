@@ -184,6 +184,8 @@ class CheckpointConfig:
     """Steps between checkpoints; the end of the stage and every stop save one too."""
     keep: Annotated[int, Field(ge=2)] = 2
     """Newest complete checkpoints kept; at least two, so that a damaged one has a predecessor."""
+    async_save: bool = True
+    """Go on training while a checkpoint is written, from a copy in host memory of each rank's share."""
 
 
 @dataclass(frozen=True, config=_STRICT)

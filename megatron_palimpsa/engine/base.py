@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron_palimpsa.config import StageConfig
+from megatron_palimpsa.engine.boxes import Box, ReadBox
 from megatron_palimpsa.training.batch import Batch
 
 
@@ -74,21 +75,18 @@ class Engine(Protocol):
             and its mean over the tokens that carry a loss. The same on every rank.
         """
 
-    def weight_shards(self, for_loading: bool = False) -> dict[str, Any]:
-        """The weights in float32 as Megatron ShardedTensors (or factories of them) under their model names.
+    def state_share(self) -> list[tuple[Box, torch.Tensor]]:
+        """This rank's share of the weights and of Adam's moments, for a checkpoint; local.
 
-        Args:
-            for_loading: give empty tensors to load into instead of the values.
+        Every element of the unsplit model is in the share of one rank. Keys are model names, for the moments after
+        `optimizer.exp_avg.` and `optimizer.exp_avg_sq.`; values are float32 views that the next step changes.
         """
 
-    def moment_shards(self, for_loading: bool = False) -> dict[str, dict[str, Any]]:
-        """Adam's moments in float32, sharded as the weights are: {"exp_avg": {model name: ...}, "exp_avg_sq": ...}."""
+    def load_weights(self, read: ReadBox) -> None:
+        """Take over the weights that `read` gives."""
 
-    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        """Take over loaded weights; names are those of `weight_shards`."""
-
-    def load_moments(self, moments: dict[str, dict[str, torch.Tensor]], optimizer_steps: int) -> None:
-        """Take over loaded moments; names are those of `moment_shards`."""
+    def load_moments(self, read: ReadBox, optimizer_steps: int) -> None:
+        """Take over the moments that `read` gives, which have seen so many updates."""
 
     def scheduler_state(self) -> dict[str, Any]:
         """Plain numbers from which `load_scheduler_state` restores the schedule's position."""

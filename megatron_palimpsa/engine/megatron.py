@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
 from functools import partial
 from itertools import tee
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -23,6 +21,7 @@ from megatron_palimpsa.config import StageConfig
 from megatron_palimpsa.engine import flops, optimizer_state
 from megatron_palimpsa.engine.assembly import build_chunks, build_optimizer, build_scheduler, wrap
 from megatron_palimpsa.engine.base import StepResult
+from megatron_palimpsa.engine.boxes import Box, ReadBox
 from megatron_palimpsa.engine.grad_norm import total_grad_norm
 from megatron_palimpsa.model import forward_loss
 from megatron_palimpsa.parallel.cpu import cuda_means_cpu
@@ -159,44 +158,15 @@ class MegatronEngine:
         mean = (result.double() * mask).sum() / mask.sum().clamp(min=1)
         return result, float(mean)
 
-    def _named_shards(self, trainable_only: bool = False) -> dict[str, Any]:
-        """The model's sharded tensors by name; extra states of Megatron's layers are empty without fp8."""
-        return {
-            shard.key: shard
-            for chunk in self.chunks
-            for shard in chunk.sharded_state_dict().values()
-            if not isinstance(shard, ShardedObject) and (shard.data.requires_grad or not trainable_only)
-        }
+    def state_share(self) -> list[tuple[Box, torch.Tensor]]:
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        return optimizer_state.share(self._optimizer, self.chunks, replicas)
 
-    def _shards(self, name: str, prefix: str, for_loading: bool) -> dict[str, Any]:
-        shards = self._named_shards(trainable_only=name != "weight")
-        parameters = [shard.data for shard in shards.values()]
-        if for_loading:
-            tensors = [torch.empty(parameter.shape, dtype=torch.float32) for parameter in parameters]
-        else:
-            group = parallel_state.get_data_parallel_group()
-            tensors = optimizer_state.read(self._optimizer, parameters, name, group)
-        return {
-            key: _replace_data(shard, prefix + shard.key, tensor)
-            for (key, shard), tensor in zip(shards.items(), tensors, strict=True)
-        }
+    def load_weights(self, read: ReadBox) -> None:
+        optimizer_state.load_weights(self._optimizer, self.chunks, read)
 
-    def weight_shards(self, for_loading: bool = False) -> dict[str, Any]:
-        return self._shards("weight", "", for_loading)
-
-    def moment_shards(self, for_loading: bool = False) -> dict[str, dict[str, Any]]:
-        return {moment: self._shards(moment, f"optimizer.{moment}.", for_loading) for moment in optimizer_state.MOMENTS}
-
-    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        shards = self._named_shards()
-        parameters = [shard.data for shard in shards.values()]
-        optimizer_state.write_weights(self._optimizer, parameters, [weights[key] for key in shards])
-
-    def load_moments(self, moments: dict[str, dict[str, torch.Tensor]], optimizer_steps: int) -> None:
-        shards = self._named_shards(trainable_only=True)
-        parameters = [shard.data for shard in shards.values()]
-        ordered = {moment: [tensors[key] for key in shards] for moment, tensors in moments.items()}
-        optimizer_state.write_moments(self._optimizer, parameters, ordered, optimizer_steps)
+    def load_moments(self, read: ReadBox, optimizer_steps: int) -> None:
+        optimizer_state.load_moments(self._optimizer, self.chunks, read, optimizer_steps)
         self.optimizer_steps = optimizer_steps
 
     def scheduler_state(self) -> dict[str, Any]:
@@ -206,13 +176,6 @@ class MegatronEngine:
         # Megatron's own load_state_dict adds to the position and takes over the peak of the run that saved.
         self._scheduler.num_steps = state["steps"]
         self._scheduler.step(0)
-
-
-def _replace_data(shard: Any, key: str, tensor: torch.Tensor) -> Any:
-    changes: dict[str, Any] = {"key": key, "data": tensor}
-    if "dtype" in {field.name for field in fields(shard)}:
-        changes["dtype"] = tensor.dtype
-    return replace(shard, **changes)
 
 
 def _sum_losses(

@@ -1,22 +1,33 @@
-"""Weights and Adam moments of Megatron's optimizers in the shape of the model's parameters.
+"""Weights and Adam moments of Megatron's optimizers as parts of the unsplit model's tensors.
 
 Megatron's three optimizers keep float32 weights and moments in different places: beside each parameter (fp32), in
-float32 copies (bf16), or in flat pieces spread over data parallelism (distributed). Here each parameter has one
-float32 weight and two moments of its own shape, whatever the optimizer, so that one checkpoint format serves all.
+float32 copies (bf16), or in flat pieces spread over data parallelism (distributed). Here every element of the model
+has one float32 weight and two moments, whatever the optimizer, and belongs to one rank, so that one checkpoint format
+serves all and no rank gathers what others hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
+
+from megatron_palimpsa.engine.boxes import Box, ReadBox, boxes_of_range
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+PREFIXES = {"weight": "", **{moment: f"optimizer.{moment}." for moment in MOMENTS}}
+"""Kind of state -> what its key has before the parameter's name."""
+
+MOST_ELEMENTS = 2**24
+"""Of a box: what is copied, written and read at once stays at 64 MiB, however large a tensor is."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +37,18 @@ class _Piece:
     parameter: torch.nn.Parameter
     start: int
     end: int
-    main: torch.Tensor
+    main: Tensor
     """The float32 weights that the optimizer steps; [end - start], or the parameter's shape."""
     optimizer: torch.optim.Optimizer
+
+    def values(self, kind: str) -> Tensor:
+        """The weights or one of the moments [end - start], on the optimizer's device; zero before any update."""
+        if kind == "weight":
+            return self.main.detach().reshape(-1)
+        state = self.optimizer.state.get(self.main, {})
+        if kind in state:
+            return state[kind].reshape(-1)
+        return torch.zeros((), dtype=torch.float32, device=self.main.device).expand(self.end - self.start)
 
 
 def _pieces(optimizer: ChainedOptimizer) -> Iterator[_Piece]:
@@ -52,84 +72,125 @@ def _pieces(optimizer: ChainedOptimizer) -> Iterator[_Piece]:
                 yield _Piece(parameter, 0, parameter.numel(), main, part.optimizer)
 
 
-def read(
-    optimizer: ChainedOptimizer,
-    parameters: list[torch.nn.Parameter],
-    name: str,
-    data_parallel_group: dist.ProcessGroup,
-) -> list[torch.Tensor]:
-    """The float32 weights (`name="weight"`) or one of the `MOMENTS` of each parameter, in the parameter's shape.
+@dataclass(frozen=True)
+class _Local:
+    """A parameter of this rank and where its elements lie in the unsplit model."""
 
-    Collective over the data-parallel group where a distributed optimizer spreads its pieces over it; only the
-    group's first rank, which writes checkpoints, then gets the values (on the CPU), the others get zeros that take
-    no memory. Moments of parameters that were never updated are zero; frozen parameters have weights only.
+    parameter: torch.nn.Parameter
+    parts: list[tuple[int, ShardedTensor]]
+    """(first element, part): one, or several where parts of the parameter are split by themselves."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether no other rank but for data parallelism holds the same elements (copies over TP, tied embeddings)."""
+        return not any(self.parts[0][1].replica_id[:-1])
+
+    def boxes(self, start: int, end: int, prefix: str) -> Iterator[tuple[Box, slice]]:
+        """The elements `start` to `end` of the parameter in the unsplit model, and where each box's are among them."""
+        for base, part in self.parts:
+            low, high = max(start, base), min(end, base + part.data.numel())
+            for first in range(low, high, MOST_ELEMENTS):
+                last = min(first + MOST_ELEMENTS, high)
+                for offset, shape in boxes_of_range(part.local_shape, first - base, last - base):
+                    place = tuple(map(sum, zip(part.global_offset, offset, strict=True)))
+                    box = Box(prefix + part.key, tuple(part.global_shape), place, shape)
+                    yield box, slice(first - start, first - start + box.numel)
+                    first += box.numel
+
+
+@torch.no_grad()
+def _locals(modules: Iterable[torch.nn.Module]) -> list[_Local]:
+    """All parameters; extra states of Megatron's layers are left out, which are empty without fp8."""
+    found = []
+    for module in modules:
+        sharded_state_dict: Callable[[], dict[str, Any]] = module.sharded_state_dict  # type: ignore[assignment]
+        for shard in sharded_state_dict().values():
+            if isinstance(shard, ShardedObject):
+                continue
+            parameter = shard.data
+            parts: list[ShardedTensor] = shard.build() if isinstance(shard, ShardedTensorFactory) else [shard]
+            starts = [part.data.storage_offset() - parameter.storage_offset() for part in parts]
+            assert all(part.data.is_contiguous() and not part.prepend_axis_num for part in parts), shard.key
+            found.append(_Local(parameter, list(zip(starts, parts, strict=True))))
+    return found
+
+
+@torch.no_grad()
+def share(
+    optimizer: ChainedOptimizer, modules: Iterable[torch.nn.Module], replicas: dist.ProcessGroup
+) -> list[tuple[Box, Tensor]]:
+    """This rank's share of all weights and moments: every element of the model is in one rank's share.
+
+    A distributed optimizer's pieces go to the ranks that have them. What is on all ranks of `replicas` is laid end to
+    end and cut into as many equal stretches. Nothing is communicated.
+
+    Args:
+        modules: this rank's chunks of the model.
+        replicas: the ranks that hold the same parameters (data and context parallelism).
+
+    Returns:
+        Boxes and their float32 values, views of what the next step changes.
     """
     pieces = {id(piece.parameter): piece for piece in _pieces(optimizer)}
-    spread = data_parallel_group.size() > 1 and any(
-        isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers
-    )
-    values = []
-    for parameter in parameters:
+    mains = [local for local in _locals(modules) if local.is_main]
+    spread = any(isinstance(part, DistributedOptimizer) for part in optimizer.chained_optimizers)
+    copied = [local for local in mains if not (spread and local.parameter.requires_grad)]
+    total = sum(local.parameter.numel() for local in copied)
+    low, high = (total * (replicas.rank() + offset) // replicas.size() for offset in (0, 1))
+    result: list[tuple[Box, Tensor]] = []
+    before = 0
+    for local in copied:
+        size = local.parameter.numel()
+        result += _values(local, pieces.get(id(local.parameter)), max(low - before, 0), min(high - before, size))
+        before += size
+    if spread:
+        for local in mains:
+            piece = pieces.get(id(local.parameter))
+            if piece is not None:
+                result += _values(local, piece, piece.start, piece.end)
+    return result
+
+
+def _values(local: _Local, piece: _Piece | None, start: int, end: int) -> Iterator[tuple[Box, Tensor]]:
+    # Frozen parameters have no piece, and weights only.
+    for kind in PREFIXES if piece is not None else ("weight",):
+        values = local.parameter.detach().float().reshape(-1) if piece is None else piece.values(kind)
+        skipped = start - (0 if piece is None else piece.start)
+        for box, place in local.boxes(start, end, PREFIXES[kind]):
+            yield box, values[skipped + place.start : skipped + place.stop].reshape(box.shape)
+
+
+@torch.no_grad()
+def load_weights(optimizer: ChainedOptimizer, modules: Iterable[torch.nn.Module], read: ReadBox) -> None:
+    """Set the model's parameters and the optimizer's float32 weights; one parameter at a time is in host memory."""
+    pieces = {id(piece.parameter): piece for piece in _pieces(optimizer)}
+    for local in _locals(modules):
+        parameter = local.parameter
+        weight = _read(local, 0, parameter.numel(), "weight", read)
+        parameter.copy_(weight.view(parameter.shape))
         piece = pieces.get(id(parameter))
-        if not parameter.requires_grad:
-            values.append(parameter.detach().float())
-        elif spread:
-            values.append(_gather(parameter, piece, name, data_parallel_group))
-        else:
-            assert piece is not None
-            values.append(_value(piece, name).view(parameter.shape))
-    return values
-
-
-def _value(piece: _Piece, name: str) -> torch.Tensor:
-    if name == "weight":
-        return piece.main.detach()
-    state = piece.optimizer.state.get(piece.main, {})
-    return state[name] if name in state else torch.zeros_like(piece.main)
-
-
-def _gather(parameter: torch.nn.Parameter, piece: _Piece | None, name: str, group: dist.ProcessGroup) -> torch.Tensor:
-    # Ranks that do not own an element add zero to it: exact, wherever the pieces' borders are.
-    flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
-    if piece is not None:
-        flat[piece.start : piece.end] = _value(piece, name).view(-1)
-    dist.all_reduce(flat, group=group)
-    if group.rank() > 0:
-        return torch.zeros(()).expand(parameter.shape)
-    return flat.view(parameter.shape).cpu()
+        if piece is not None:
+            piece.main.copy_(weight[piece.start : piece.end].view(piece.main.shape))
 
 
 @torch.no_grad()
-def write_weights(
-    optimizer: ChainedOptimizer, parameters: list[torch.nn.Parameter], weights: list[torch.Tensor]
-) -> None:
-    """Set the model's parameters and the optimizer's float32 weights, each from a tensor of the parameter's shape."""
-    weight_of = {}
-    for parameter, weight in zip(parameters, weights, strict=True):
-        parameter.copy_(weight)
-        weight_of[id(parameter)] = weight
-    for piece in _pieces(optimizer):
-        weight = weight_of[id(piece.parameter)].reshape(-1)[piece.start : piece.end]
-        piece.main.copy_(weight.view(piece.main.shape))
-
-
-@torch.no_grad()
-def write_moments(
-    optimizer: ChainedOptimizer,
-    parameters: list[torch.nn.Parameter],
-    moments: dict[str, list[torch.Tensor]],
-    steps: int,
-) -> None:
-    """Set Adam's moments and step count; 0 steps empties the state, as in a fresh optimizer."""
-    index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+def load_moments(optimizer: ChainedOptimizer, modules: Iterable[torch.nn.Module], read: ReadBox, steps: int) -> None:
+    """Set the moments of this rank's pieces, and Adam's step count; 0 steps empties the state, as in a fresh one."""
+    local_of = {id(local.parameter): local for local in _locals(modules)}
     for piece in _pieces(optimizer):
         piece.optimizer.state.pop(piece.main, None)
         if steps == 0:
             continue
         # A step tensor of its own for each parameter: AdamW counts it up in place, once a parameter.
         state = {"step": torch.tensor(float(steps), dtype=torch.float32)}
-        for name in MOMENTS:
-            full = moments[name][index_of[id(piece.parameter)]]
-            owned = full.reshape(-1)[piece.start : piece.end].view(piece.main.shape)
-            state[name] = owned.to(device=piece.main.device, dtype=torch.float32, copy=True)
+        for moment in MOMENTS:
+            values = _read(local_of[id(piece.parameter)], piece.start, piece.end, moment, read)
+            state[moment] = values.view(piece.main.shape).to(piece.main.device)
         piece.optimizer.state[piece.main] = state
+
+
+def _read(local: _Local, start: int, end: int, kind: str, read: ReadBox) -> Tensor:
+    values = torch.empty(end - start, dtype=torch.float32)
+    for box, place in local.boxes(start, end, PREFIXES[kind]):
+        read(box, values[place].view(box.shape))
+    return values

@@ -6,12 +6,15 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +23,35 @@ STATE, MANIFEST, COMPLETE, LATEST = "state.json", "manifest.json", "COMPLETE", "
 log = logging.getLogger(__name__)
 
 
-def prepare(folder: Path, temporary: Path) -> None:
-    """Make the folder to save into and remove what killed saves left behind."""
+@dataclass(frozen=True)
+class FileRecord:
+    """A file as it was written."""
+
+    bytes: int
+    sha256: str
+
+
+def prepare(folder: Path, temporary: Path, needed: int = 0) -> None:
+    """Make the folder to save into and remove what killed saves left behind.
+
+    Raises:
+        OSError: among others, where fewer than `needed` bytes are free (ENOSPC).
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in folder.glob(".tmp-*"):
         shutil.rmtree(leftover)
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"{free / 1e9:.3g} GB are free, {needed / 1e9:.3g} GB needed", str(folder))
     temporary.mkdir()
 
 
-def seal(temporary: Path, state: dict[str, Any]) -> None:
-    """Add `state`, the manifest (every file is read back for it) and, last, the marker."""
-    _write(temporary / STATE, json.dumps(state, indent=1))
-    files = {path.name: {"bytes": path.stat().st_size, "sha256": _sha256(path)} for path in sorted(temporary.iterdir())}
-    _write(temporary / MANIFEST, json.dumps(files, indent=1))
-    _write(temporary / COMPLETE, _sha256(temporary / MANIFEST))
+def seal(temporary: Path, state: dict[str, Any], records: dict[str, FileRecord]) -> None:
+    """Add `state`, the manifest of all files (`records` are of those there) and, last, the marker."""
+    records = {**records, STATE: write_file(temporary / STATE, json.dumps(state, indent=1).encode())}
+    manifest = {name: asdict(records[name]) for name in sorted(records)}
+    sealed = write_file(temporary / MANIFEST, json.dumps(manifest, indent=1).encode())
+    write_file(temporary / COMPLETE, sealed.sha256.encode())
     _sync_folder(temporary)
 
 
@@ -46,7 +64,7 @@ def publish(temporary: Path, final: Path, keep: int) -> None:
     temporary.rename(final)
     _sync_folder(folder)
     pointer = folder / f".{LATEST}"
-    _write(pointer, final.name)
+    write_file(pointer, final.name.encode())
     pointer.replace(folder / LATEST)
     _sync_folder(folder)
     for replaced in folder.glob(".tmp-replaced-*"):
@@ -57,11 +75,13 @@ def publish(temporary: Path, final: Path, keep: int) -> None:
         shutil.rmtree(path.rename(folder / f".tmp-pruned-{path.name}"))
 
 
-def _write(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
+def write_file(path: Path, content: bytes) -> FileRecord:
+    """Write a file and force it to disk."""
+    with path.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
+    return FileRecord(len(content), hashlib.sha256(content).hexdigest())
 
 
 def _sync_folder(folder: Path) -> None:
@@ -79,24 +99,32 @@ def _sha256(path: Path) -> str:
 
 def latest_intact(folder: Path) -> Path | None:
     """The checkpoint that `latest` names or the newest intact one before it; warns about each passed over."""
-    candidates = _steps(folder)
+    for path in candidates(folder):
+        found = fault(path)
+        if found is None:
+            return path
+        warn_of_damage(path, found)
+    return None
+
+
+def warn_of_damage(path: Path, found: str) -> None:
+    log.warning("checkpoint %s is damaged (%s) and is passed over", path, found)
+
+
+def candidates(folder: Path) -> list[Path]:
+    """The checkpoint that `latest` names and those before it, newest first; warns where `latest` is of no use."""
+    found = _steps(folder)
     try:
         named = folder / (folder / LATEST).read_text(errors="replace").strip()
     except FileNotFoundError:
-        named = None
-        if candidates:
+        if found:
             log.warning("%s: the file %s is missing; looking for the newest checkpoint", folder, LATEST)
-    if named is not None:
-        if named not in candidates:
-            log.warning("%s: %s names %s, which is not there; looking for one before it", folder, LATEST, named.name)
-        if re.fullmatch(r"step-\d+", named.name):
-            candidates = [path for path in candidates if _step(path) <= _step(named)]
-    for path in candidates:
-        fault = _fault(path)
-        if fault is None:
-            return path
-        log.warning("checkpoint %s is damaged (%s) and is passed over", path, fault)
-    return None
+        return found
+    if named not in found:
+        log.warning("%s: %s names %s, which is not there; looking for one before it", folder, LATEST, named.name)
+    if re.fullmatch(r"step-\d+", named.name):
+        found = [path for path in found if _step(path) <= _step(named)]
+    return found
 
 
 def _steps(folder: Path) -> list[Path]:
@@ -109,13 +137,17 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _fault(path: Path) -> str | None:
-    """What is wrong with a checkpoint; None if every file is as it was saved."""
+def fault(path: Path, reader: int = 0, readers: int = 1) -> str | None:
+    """What is wrong with a checkpoint; None if every file is as it was saved.
+
+    Each of several `readers` looks at a share of the files, about equal in bytes.
+    """
     try:
         if (path / COMPLETE).read_bytes() != _sha256(path / MANIFEST).encode():
             return f"{MANIFEST} does not match {COMPLETE}"
         manifest = json.loads((path / MANIFEST).read_text())
-        for name, expected in manifest.items():
+        for name in _reader_share({name: record["bytes"] for name, record in manifest.items()}, reader, readers):
+            expected = manifest[name]
             if (path / name).stat().st_size != expected["bytes"]:
                 return f"{name} has {(path / name).stat().st_size} bytes instead of {expected['bytes']}"
             if _sha256(path / name) != expected["sha256"]:
@@ -125,3 +157,12 @@ def _fault(path: Path) -> str | None:
     except OSError as error:
         return f"{Path(error.filename or path).name} cannot be read: {error.strerror}"
     return None
+
+
+def _reader_share(sizes: dict[str, int], reader: int, readers: int) -> Iterable[str]:
+    loads = [0] * readers
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += sizes[name]
+        if lightest == reader:
+            yield name

@@ -45,9 +45,12 @@ def train_stage(
         run = _Run(config, folder, source, data, stop)
         try:
             return run.train()
-        except BaseException:
+        except BaseException as error:
             run.log.close()  # what was recorded so far stays
+            run.checkpoints.leave(complete=isinstance(error, Exception))
             raise
+        finally:
+            run.checkpoints.close()
     except checkpoint.CheckpointError as error:
         logger.error("%s", error)
         return ExitCode.FILE_FAILED
@@ -61,6 +64,7 @@ class _Run:
     def __init__(
         self, config: StageConfig, folder: RunFolder, source: Source | None, data: StageData, stop: StopControl
     ) -> None:
+        checkpoint.require_shared(folder.checkpoints)
         self.config = config
         self.folder = folder
         self.data = data
@@ -69,9 +73,13 @@ class _Run:
         self.engine: Engine = MegatronEngine(config)
         train = config.train
         self.guard = StepGuard(train.max_grad_norm_ratio, train.max_loss_rise, train.max_bad_steps)
-        self.saved_step: int | None = None
-        self.progress = self._resume() or self._start(source)
-        self.log = RunLog(config, folder, self.engine, self.saved_step)
+        resumed = self._resume()
+        self.progress = resumed or self._start(source)
+        resumed_step = None if resumed is None else resumed.step
+        self.checkpoints = checkpoint.Checkpointer(
+            folder.checkpoints, self.engine, config.checkpoint.keep, config.checkpoint.async_save, resumed_step
+        )
+        self.log = RunLog(config, folder, self.engine, resumed_step)
         self._clock_start = time.monotonic() - self.progress.seconds
 
     def train(self) -> ExitCode:
@@ -94,6 +102,7 @@ class _Run:
             return self._give_up(f"the validation loss is {progress.valid_loss}")
         due = False
         while progress.step < config.total_steps:
+            self.checkpoints.poll()
             if reason := self.stop.reason(progress.step, progress.tokens, ranks.largest):
                 return self._save_and_stop(str(reason))
             start = time.monotonic()
@@ -135,7 +144,6 @@ class _Run:
             )
         checkpoint.load(path, self.engine, what="everything")
         self.guard.load_state_dict(saved.guard)
-        self.saved_step = saved.step
         logger.info("Resuming from %s at step %d of %d", path, saved.step, self.config.total_steps)
         return saved
 
@@ -170,36 +178,37 @@ class _Run:
 
     def _save(self) -> None:
         progress = self.progress
-        if self.saved_step == progress.step:
-            return
         progress.seconds = time.monotonic() - self._clock_start
         progress.peak_memory_bytes = max(progress.peak_memory_bytes, ranks.largest(self.engine.peak_memory_bytes()))
         self.log.sync()
-        checkpoint.save(
-            self.folder.checkpoints, progress.step, self.engine, progress.to_dict(), self.config.checkpoint.keep
-        )
-        self.saved_step = progress.step
+        self.checkpoints.save(progress.step, progress.to_dict())
 
     def _save_and_stop(self, reason: str) -> ExitCode:
         self._save()
+        self.checkpoints.finish()
         logger.info("%s: saved at step %d of %d", reason, self.progress.step, self.config.total_steps)
         self._close()
         return ExitCode.SAVED_AND_STOPPED
 
     def _give_up(self, reason: str) -> ExitCode:
         # Not saved: the last checkpoint, from before these steps, is the better place to go on from.
+        try:
+            self.checkpoints.finish()
+        except checkpoint.CheckpointError as error:
+            logger.error("%s", error)
         if ranks.is_main():
             logger.error(
                 "%s; stopping at step %d. Checkpoint to go on from: %s",
                 reason,
                 self.progress.step,
-                "none" if self.saved_step is None else f"step {self.saved_step}",
+                "none" if self.checkpoints.saved_step is None else f"step {self.checkpoints.saved_step}",
             )
         self._close()
         return ExitCode.NUMERICAL_STOP
 
     def _finish(self) -> ExitCode:
         progress = self.progress
+        self.checkpoints.finish()
         self.log.end(progress)
         if ranks.is_main():
             self.folder.write_marker(

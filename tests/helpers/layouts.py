@@ -9,7 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
 from megatron.core.models.hybrid.hybrid_model import HybridModel
+from torch.distributed import checkpoint as torch_checkpoint
 
 from helpers.models import randomise
 from helpers.reference_model import relative_error
@@ -21,7 +28,6 @@ from megatron_palimpsa.model.generation import generate
 from megatron_palimpsa.model.naming import global_parameters
 from megatron_palimpsa.model.tensor_parallel import local_share
 from megatron_palimpsa.model.weights import load_full_weights
-from megatron_palimpsa.training.checkpoint import _SaveInProcess
 
 ATTENTION_AND_MLP = {"pattern": "PM*-MP"}
 GEOMETRIES: dict[str, dict[str, Any]] = {
@@ -58,6 +64,18 @@ def single_process_results(folder: Path, geometry: str) -> None:
     }
     torch.save(results, folder / f"{geometry}.pt")
     save_checkpoint(model, folder / "single" / geometry)
+
+
+class _SaveInProcess(TorchDistSaveShardedStrategy):
+    """Megatron's own starts another process even for a synchronous save."""
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Path | str) -> None:
+        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
+        planner = MCoreSavePlanner(
+            dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
+        )
+        writer = torch_checkpoint.FileSystemWriter(checkpoint_dir)
+        torch_checkpoint.save(mcore_to_pyt_state_dict(by_key, False), storage_writer=writer, planner=planner)
 
 
 def save_checkpoint(model: HybridModel, folder: Path) -> None:

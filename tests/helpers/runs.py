@@ -34,7 +34,8 @@ STAGE: dict[str, Any] = {
     },
     "train": {"tokens": 8 * 64, "global_batch_tokens": 64, "precision": "fp32", "eval_interval": 4, "eval_batches": 2},
     "optimizer": {"lr": 1e-2, "min_lr": 1e-3, "warmup_steps": 2},
-    "checkpoint": {"interval": 4},
+    # Published before the next step: which one a killed run goes on from does not depend on how fast the disk is.
+    "checkpoint": {"interval": 4, "async_save": False},
     "logging": {"interval": 1, "tensorboard": False},
 }
 """8 steps of 2 sequences; checkpoints at 4 and 8."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from torch import Tensor
 
+from helpers.engine_state import state_of
 from helpers.stages import random_batch
 from megatron_palimpsa import parallel
 from megatron_palimpsa.config import ParallelConfig, StageConfig
@@ -142,10 +143,7 @@ def _go_on(engine: MegatronEngine, batches: Iterator[Batch], steps: int) -> Resu
     for _ in range(steps):
         results.append(engine.train_step(batches, always))
         rates.append(engine.learning_rate)
-    state = {shard.key: shard.data.detach().clone() for shard in engine.weight_shards().values()}
-    for moment in engine.moment_shards().values():
-        state |= {shard.key: shard.data.detach().clone() for shard in moment.values()}
-    return Resumed(results, rates, state)
+    return Resumed(results, rates, state_of(engine))
 
 
 def train_and_save(config: StageConfig, steps: int, more: int, folder: Path) -> Resumed:

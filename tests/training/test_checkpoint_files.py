@@ -12,8 +12,8 @@ def write(folder: Path, step: int, keep: int = 2, content: str = "weights") -> P
     """A checkpoint of one file, saved by the protocol."""
     final, temporary = folder / f"step-{step}", folder / f".tmp-step-{step}"
     files.prepare(folder, temporary)
-    (temporary / "shard.distcp").write_text(f"{content} {step}")
-    files.seal(temporary, {"step": step})
+    records = {"shard.distcp": files.write_file(temporary / "shard.distcp", f"{content} {step}".encode())}
+    files.seal(temporary, {"step": step}, records)
     files.publish(temporary, final, keep)
     return final
 
@@ -146,9 +146,9 @@ def test_save_killed_anywhere_leaves_a_usable_latest(interrupted: str, tmp_path:
     final, temporary = tmp_path / "step-2", tmp_path / ".tmp-step-2"
     files.prepare(tmp_path, temporary)
     if interrupted != "prepare":
-        (temporary / "shard.distcp").write_text("weights 2")
+        record = files.write_file(temporary / "shard.distcp", b"weights 2")
     if interrupted in ("seal", "rename", "point"):
-        files.seal(temporary, {"step": 2})
+        files.seal(temporary, {"step": 2}, {"shard.distcp": record})
     if interrupted in ("rename", "point"):
         temporary.rename(final)
     if interrupted == "point":

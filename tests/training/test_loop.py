@@ -247,6 +247,6 @@ def test_a_checkpoint_that_cannot_be_written_ends_with_a_clear_error(tmp_path, t
     def full(*arguments):
         raise checkpoint.CheckpointError("step-4: could not be saved (no space left on the disk)")
 
-    monkeypatch.setattr(checkpoint, "save", full)
+    monkeypatch.setattr(checkpoint.Checkpointer, "save", full)
     assert cli.main(["train", str(write_stage(tmp_path, tiny_data))]) == ExitCode.FILE_FAILED
     assert capsys.readouterr().err.endswith("ERROR: step-4: could not be saved (no space left on the disk)\n")
