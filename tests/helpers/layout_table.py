@@ -82,6 +82,7 @@ def stage(layout: Layout, **overrides: Any) -> StageConfig:
             "dt_min": 0.1,
             "dt_max": 1.0,
             "init_std": 0.2,
+            **overrides.pop("model", {}),
         },
         train={**train, **overrides.pop("train", {})},
         # Large weights and a small rate: Adam turns the rounding of a gradient near 0 into a step of the full rate.
