@@ -14,6 +14,9 @@ from megatron_palimpsa.config import StageConfig
 from megatron_palimpsa.model import build_model
 from megatron_palimpsa.parallel import finalize_model_grads
 
+SMALLEST_BUCKET, BUCKET_A_RANK = 40_000_000, 1_000_000
+"""Parameters whose gradients are reduced together: enough for the network's bandwidth, more over more ranks."""
+
 
 def build_chunks(config: StageConfig) -> list[HybridModel]:
     """This pipeline rank's model chunks in model order: chunk c of rank r is stage c * pp + r."""
@@ -31,26 +34,52 @@ def build_chunks(config: StageConfig) -> list[HybridModel]:
     return chunks
 
 
-def wrap(chunks: list[HybridModel], config: StageConfig) -> list[DistributedDataParallel]:
-    """Megatron's DDP around each chunk: gradients accumulate and are reduced in float32."""
-    # The schedules ask the first chunk.
-    chunks[0].config.finalize_model_grads_func = finalize_model_grads
-    return [_wrap(chunk, config) for chunk in chunks]
+def data_parallelism(config: StageConfig) -> DistributedDataParallelConfig:
+    """How gradients are reduced, in float32, and the distributed optimizer's weights gathered.
 
-
-def _wrap(module: HybridModel, config: StageConfig) -> DistributedDataParallel:
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=config.parallel.distributed_optimizer
+    Over more than one rank both run beside the computation: a bucket of gradients is reduced while the backward pass
+    of the last microbatch goes on, and weights are gathered just ahead of the layers that need them. All chunks' at
+    the same time over the pipeline where it is interleaved: its ranks wait for each other.
+    """
+    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    distributed = config.parallel.distributed_optimizer
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=distributed,
+        overlap_grad_reduce=ranks > 1,
+        overlap_param_gather=ranks > 1 and distributed,
+        align_param_gather=ranks > 1 and distributed and config.parallel.vpp > 1,
+        bucket_size=max(SMALLEST_BUCKET, BUCKET_A_RANK * ranks),
     )
+
+
+def wrap(chunks: list[HybridModel], config: StageConfig) -> list[DistributedDataParallel]:
+    """Megatron's DDP around each chunk."""
+    settings = data_parallelism(config)
+    wrapped = [_wrap(chunk, settings) for chunk in chunks]
+    # The schedules ask the first chunk.
+    schedule = chunks[0].config
+    schedule.finalize_model_grads_func = finalize_model_grads
+    if settings.overlap_grad_reduce:
+        # Not before the last microbatch.
+        schedule.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    if settings.align_param_gather:
+        schedule.param_sync_func = [chunk.start_param_sync for chunk in wrapped]
+    return wrapped
+
+
+def _wrap(module: HybridModel, settings: DistributedDataParallelConfig) -> DistributedDataParallel:
     layout = None
-    if ddp_config.use_distributed_optimizer:
+    # As DDP decides: behind the backward pass of a later pipeline rank there is time for one reduction of all.
+    in_buckets = settings.overlap_grad_reduce and parallel_state.is_pipeline_first_stage()
+    if settings.use_distributed_optimizer:
         layout = DistributedOptimizer.compute_full_param_layout(
             [parameter for parameter in module.parameters() if parameter.requires_grad],
-            bucket_size=None,
+            bucket_size=settings.bucket_size if in_buckets else None,
             data_parallel_world_size=parallel_state.get_data_parallel_world_size(with_context_parallel=True),
-            ddp_config=ddp_config,
+            ddp_config=settings,
         )
-    return DistributedDataParallel(module.config, ddp_config, module, full_param_layout=layout)
+    return DistributedDataParallel(module.config, settings, module, full_param_layout=layout)
 
 
 def build_optimizer(chunks: list[DistributedDataParallel], config: StageConfig) -> ChainedOptimizer:

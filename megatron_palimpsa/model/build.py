@@ -59,6 +59,10 @@ def transformer_config(config: StageConfig) -> TransformerConfig:
         # Chunks send to one rank in both directions at once, which a batch of sends and receives cannot order.
         overlap_p2p_comm=parallel.vpp > 1,
         batch_p2p_comm=parallel.vpp == 1,
+        # For PyTorch before 2.0.
+        batch_p2p_sync=False,
+        # A stage's output is not needed once it is sent.
+        deallocate_pipeline_outputs=True,
         sequence_parallel=parallel.sequence_parallel,
         # `initialize_weights` fills what the constructors only allocate, on the CPU first.
         use_cpu_initialization=True,
