@@ -114,7 +114,8 @@ class MegatronEngine:
     def _forward_step(
         self, batches: Iterator[Batch], model: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        batch = next(batches).to(self._device)
+        cp = parallel_state.get_context_parallel_group()
+        batch = next(batches).of_rank(cp.rank(), cp.size()).to(self._device)
         return forward_loss(model, batch), partial(_sum_losses, batch.loss_mask)
 
     def _mean_loss(self, sums: list[torch.Tensor]) -> tuple[float, int]:
@@ -122,7 +123,7 @@ class MegatronEngine:
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
         if sums:
             total += torch.stack(sums).double().sum(dim=0)
-            dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+            dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         self._from_last_stage(total)
         loss_sum, tokens = total.tolist()
         return loss_sum / max(tokens, 1.0), int(tokens)
@@ -147,13 +148,13 @@ class MegatronEngine:
             outputs = self._run(iter(mine), share, forward_only=True)
         for chunk in self.chunks:
             chunk.train()
-        losses = torch.empty(share, mine[0].tokens.size(1), dtype=torch.float32, device=self._device)
+        tokens = mine[0].tokens.size(1) // self.config.parallel.cp
+        losses = torch.empty(share, tokens, dtype=torch.float32, device=self._device)
         if outputs:
             torch.cat(outputs, out=losses)
         self._from_last_stage(losses)
-        gathered = [torch.empty_like(losses) for _ in range(group.size())]
-        dist.all_gather(gathered, losses, group=group)
-        result = torch.cat(gathered)[: len(batches)].cpu()
+        whole_rows = _gather(losses, parallel_state.get_context_parallel_group(), dim=1)
+        result = _gather(whole_rows, group, dim=0)[: len(batches)].cpu()
         mask = torch.cat([batch.loss_mask for batch in batches]).cpu()
         mean = (result.double() * mask).sum() / mask.sum().clamp(min=1)
         return result, float(mean)
@@ -176,6 +177,13 @@ class MegatronEngine:
         # Megatron's own load_state_dict adds to the position and takes over the peak of the run that saved.
         self._scheduler.num_steps = state["steps"]
         self._scheduler.step(0)
+
+
+def _gather(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    """The ranks' tensors, all of one shape, one behind the other along `dim`."""
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.cat(parts, dim)
 
 
 def _sum_losses(

@@ -13,12 +13,15 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
+from megatron_palimpsa.model.context_parallel import crossed_part, gather_parts, keep_in_graph
+from megatron_palimpsa.training.batch import RowPart
+
 
 class CoreAttention(nn.Module):
     """Causal softmax(scale * Q K^T) V, each document by itself; grouped queries; no T x T scores in memory.
 
-    Takes the arguments that Megatron's SelfAttention gives. Context parallelism, dropout, an arbitrary mask or an
-    attention bias are not implemented and refused.
+    Takes the arguments that Megatron's SelfAttention gives. Under context parallelism a rank's queries meet the keys
+    and values of the whole row. Dropout, an arbitrary mask or an attention bias are not implemented and refused.
     """
 
     def __init__(
@@ -34,9 +37,11 @@ class CoreAttention(nn.Module):
         super().__init__()
         if attention_type != "self" or attn_mask_type != AttnMaskType.causal:
             raise ValueError(f"only causal self-attention, not {attention_type} with a {attn_mask_type.name} mask")
-        if config.attention_dropout or config.context_parallel_size > 1:
-            raise ValueError("attention dropout and context parallelism are not implemented for attention layers")
+        if config.attention_dropout:
+            raise ValueError("attention dropout is not implemented for attention layers")
         self.scale = softmax_scale
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["cp"])
+        self.cp_group = groups.cp
 
     def forward(
         self,
@@ -62,23 +67,39 @@ class CoreAttention(nn.Module):
         """
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("attention layers are causal within documents: no attention_mask, no attention_bias")
+        part = crossed_part(packed_seq_params, self.cp_group)
         if packed_seq_params is not None:
-            return self._packed(query, key, value, packed_seq_params)
+            return self._packed(query, key, value, packed_seq_params, part)
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         return self._attend(query, key, value).permute(2, 0, 1, 3).flatten(-2)
 
-    def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams) -> Tensor:
+    def _packed(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, part: RowPart | None
+    ) -> Tensor:
         offsets = packed.cu_seqlens_q.tolist()
+        # Where each document's keys start, and how far behind the queries' places those of the keys are.
+        starts, shift = offsets[:-1], 0
+        if part is not None:
+            key, value = gather_parts(torch.stack([key, value]), self.cp_group).transpose(0, 1).flatten(1, 2)
+            shift = part.start
+            starts = [part.first_start, *(shift + offset for offset in offsets[1:-1])]
         query, key, value = (t.transpose(0, 1) for t in (query, key, value))
         documents = [
-            self._attend(*(t[:, start:end].unsqueeze(0) for t in (query, key, value)))[0]
-            for start, end in itertools.pairwise(offsets)
+            self._attend(
+                query[:, start:end][None], key[:, first : shift + end][None], value[:, first : shift + end][None]
+            )[0]
+            for first, (start, end) in zip(starts, itertools.pairwise(offsets), strict=True)
             if end > start
         ]
         padding = query.shape[1] - offsets[-1]
         if padding:
             documents.append(query.new_zeros(query.shape[0], padding, query.shape[2]))
-        return torch.cat(documents, dim=1).transpose(0, 1).flatten(-2)
+        output = torch.cat(documents, dim=1).transpose(0, 1).flatten(-2)
+        if not offsets[-1]:
+            # A part of nothing but padding: backward must still come by.
+            for unused in (query, key, value):
+                output = keep_in_graph(output, unused)
+        return output
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [B, Hq, S, D], key and value [B, Hkv, L, D] -> [B, Hq, S, D]."""

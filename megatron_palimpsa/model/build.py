@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from palimpsa_kernels.dispatch import check_setting
 from torch import Tensor, nn
 
 from megatron_palimpsa.config import ConfigError, ModelConfig, StageConfig
+from megatron_palimpsa.model.context_parallel import PackedRow
 from megatron_palimpsa.model.loss import ChunkedLossModel
 from megatron_palimpsa.model.mixer import MixerOptions
 from megatron_palimpsa.model.spec import hybrid_stack_spec
 from megatron_palimpsa.model.weights import initialize_weights
 from megatron_palimpsa.parallel import cpu
-from megatron_palimpsa.training.batch import Batch
+from megatron_palimpsa.training.batch import Batch, RowPart
 
 
 def transformer_config(config: StageConfig) -> TransformerConfig:
@@ -63,6 +63,7 @@ def transformer_config(config: StageConfig) -> TransformerConfig:
         batch_p2p_sync=False,
         # A stage's output is not needed once it is sent.
         deallocate_pipeline_outputs=True,
+        context_parallel_size=parallel.cp,
         sequence_parallel=parallel.sequence_parallel,
         # `initialize_weights` fills what the constructors only allocate, on the CPU first.
         use_cpu_initialization=True,
@@ -137,9 +138,9 @@ def build_model(
     return model.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else model
 
 
-def packed_sequence(cu_seqlens: Tensor) -> PackedSeqParams:
-    """Megatron's description of the documents in a row."""
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
+def packed_sequence(cu_seqlens: Tensor, part: RowPart | None = None) -> PackedRow:
+    """Megatron's description of the documents in a row, or in a context-parallel rank's part of it."""
+    return PackedRow(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, part=part)
 
 
 def forward_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -147,7 +148,7 @@ def forward_loss(model: nn.Module, batch: Batch) -> Tensor:
 
     Args:
         model: what `build_model` gives, or a wrapper around it.
-        batch: on the model's device.
+        batch: on the model's device; under context parallelism this rank's part of the row (`Batch.of_rank`).
 
     Returns:
         On the last pipeline stage the negative log-likelihood of each label, [1, T] fp32, `loss_mask` not applied;
@@ -158,5 +159,5 @@ def forward_loss(model: nn.Module, batch: Batch) -> Tensor:
         position_ids=None,
         attention_mask=None,
         labels=batch.labels,
-        packed_seq_params=packed_sequence(batch.cu_seqlens),
+        packed_seq_params=packed_sequence(batch.cu_seqlens, batch.part),
     )

@@ -11,6 +11,7 @@ of beta's first projection, whose output all heads share.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,6 +44,7 @@ from palimpsa_kernels import (
 from palimpsa_kernels.activations import add_skip, likelihood_precision, step_and_decay, weighted_value
 from torch import Tensor
 
+from megatron_palimpsa.model.context_parallel import Exchange, crossed_part
 from megatron_palimpsa.model.norm import GatedRMSNorm
 from megatron_palimpsa.model.recompute import droppable
 from megatron_palimpsa.model.recorder import MemoryRecorder
@@ -110,6 +112,7 @@ class Mixer(MegatronModule):
         self.importance = importance
         self.layer_number = layer_number
         self.tp_group = pg_collection.tp
+        self.cp_group = pg_collection.cp
         self.d_state = config.mamba_state_dim
         self.headdim = config.mamba_head_dim
         self.recorder: MemoryRecorder | None = None
@@ -198,13 +201,12 @@ class Mixer(MegatronModule):
         continue those that the context has seen.
         """
         u = self._enter_tensor_parallel(hidden_states).transpose(0, 1)
-        cu_seqlens = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
         z = F.linear(u, self.z_weight)
         x = F.linear(u, self.x_weight)
         bc, dt, beta_low = self._small_projections(u)
         projected = Projected(x, bc, dt, beta_low)
         if inference_context is None:
-            y = self._whole(projected, cu_seqlens)
+            y = self._whole(projected, packed_seq_params)
         else:
             y = self._continue(projected, inference_context)
         return self.out_proj(self.norm(y, z).transpose(0, 1))
@@ -250,12 +252,24 @@ class Mixer(MegatronModule):
         """Of the likelihood precision [..., H, V]."""
         return self._by_head(droppable(F.linear, beta_low, self.beta_up_weight))
 
-    def _whole(self, projected: Projected, cu_seqlens: Tensor | None) -> Tensor:
-        """Convolve and scan whole rows -> y [B, T, H * V]."""
-        convolve = partial(causal_conv1d, cu_seqlens=cu_seqlens)
-        x = droppable(convolve, projected.x, self.conv_x_weight, self.conv_x_bias)
-        bc = droppable(convolve, projected.bc, *self._bc_filter())
-        y, _ = self._scan(x, bc, projected, cu_seqlens, memory=None, keep_memory=self.recorder is not None)
+    def _whole(self, projected: Projected, packed: PackedSeqParams | None) -> Tensor:
+        """Convolve and scan whole rows, or this context-parallel rank's part of one -> y [B, T, H * V]."""
+        cu_seqlens = None if packed is None else packed.cu_seqlens_q
+        scan: Callable[..., tuple[Tensor, tuple[Tensor, ...]]] = mixing_scan
+        window_x = window_bc = None
+        part = crossed_part(packed, self.cp_group)
+        if part is not None and cu_seqlens is not None:
+            exchange = Exchange(part, self.cp_group)
+            width = self.conv_x_weight.shape[1] - 1
+            window_x, window_bc = exchange.windows(projected.x, projected.bc, width, len(cu_seqlens) - 1)
+            scan = exchange.scan
+
+        def convolve(x: Tensor, weight: Tensor, bias: Tensor, window: Tensor | None) -> Tensor:
+            return causal_conv1d(x, weight, bias, initial_state=window, cu_seqlens=cu_seqlens)
+
+        x = droppable(convolve, projected.x, self.conv_x_weight, self.conv_x_bias, window_x)
+        bc = droppable(convolve, projected.bc, *self._bc_filter(), window_bc)
+        y, _ = self._scan(x, bc, projected, cu_seqlens, self.recorder is not None, scan)
         return y
 
     def _scan(
@@ -264,22 +278,21 @@ class Mixer(MegatronModule):
         bc: Tensor,
         projected: Projected,
         cu_seqlens: Tensor | None,
-        memory: tuple[Tensor, ...] | None,
         keep_memory: bool,
+        scan: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """x [B, T, H * V] and bc behind the convolution -> (y as x, final states or ())."""
+        """x [B, T, H * V] and bc behind the convolution -> (y as x, final states or ()); `scan` is as `mixing_scan`."""
         k, q = self._keys_and_queries(bc)
         importance = None
         if projected.beta_low is not None:
             importance = Importance(self._beta_logits(projected.beta_low), self.b_scale, self.prior_log.exp())
-        y, memory = mixing_scan(
+        y, memory = scan(
             q,
             k,
             self._by_head(x),
             projected.dt,
             HeadParameters(self.dt_bias, self.A_log, self.D),
             importance,
-            initial_state=memory,
             output_final_state=keep_memory,
             cu_seqlens=cu_seqlens,
         )
@@ -302,7 +315,7 @@ class Mixer(MegatronModule):
         bc, window_bc = causal_conv1d(
             projected.bc, *self._bc_filter(), initial_state=window_bc, output_final_state=True
         )
-        y, memory = self._scan(x, bc, projected, None, memory, keep_memory=True)
+        y, memory = self._scan(x, bc, projected, None, True, partial(mixing_scan, initial_state=memory))
         cache[self.layer_number] = MixerState(window_x, window_bc, memory)
         return y
 

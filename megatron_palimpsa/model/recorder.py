@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 SMALLEST_FORGETTING = 1e-12
@@ -13,8 +14,8 @@ SMALLEST_FORGETTING = 1e-12
 class MemoryRecorder:
     """Collects, over any number of forward passes, what `result` summarises."""
 
-    def __init__(self, tp_group: dist.ProcessGroup) -> None:
-        self._tp_group = tp_group
+    def __init__(self, tp_cp_group: dist.ProcessGroup) -> None:
+        self._group = tp_cp_group
         self._windows: dict[int, list[Tensor]] = {}
         self._ratios: dict[int, list[Tensor]] = {}
 
@@ -31,7 +32,8 @@ class MemoryRecorder:
         Args:
             layer_number: 1-based, over all pipeline stages.
             log_alpha: [B, T, H] of this rank's heads.
-            importance: prior [H] and final Ibar [N, H, V, K]; None for Mamba2.
+            importance: prior [H] and final Ibar [N, H, V, K]; None for Mamba2. Ibar may lack the last document, which
+                ends on another rank under context parallelism.
             cu_seqlens: document offsets [N + 1]; None where each row is one document.
         """
         tokens = log_alpha.flatten(0, 1)
@@ -43,13 +45,13 @@ class MemoryRecorder:
             return
         prior, above_prior = importance
         if cu_seqlens is not None:
-            above_prior = above_prior[cu_seqlens.diff() > 0]
+            above_prior = above_prior[cu_seqlens.diff()[: len(above_prior)] > 0]
         lowest = prior + above_prior.amin(dim=(-2, -1))
         highest = prior + above_prior.amax(dim=(-2, -1))
         self._ratios.setdefault(layer_number, []).append(((highest - lowest) / lowest).flatten())
 
     def result(self) -> dict[int, dict[str, float]]:
-        """Medians of this pipeline stage's layers over all tensor-parallel ranks (call it on all of them).
+        """Medians of this pipeline stage's layers over all tensor- and context-parallel ranks (call it on all of them).
 
         Returns:
             1-based layer number -> `window`: median over heads and tokens of N_t = 1 / (1 - alpha_t), in tokens, and
@@ -63,7 +65,11 @@ class MemoryRecorder:
 
     def _median(self, values: list[Tensor]) -> float:
         mine = torch.cat(values)
-        # Ranks hold as many heads of the same tokens, so the parts have one size.
-        parts = [torch.empty_like(mine) for _ in range(self._tp_group.size())]
-        dist.all_gather(parts, mine, group=self._tp_group)
-        return float(torch.cat(parts).median())
+        size = torch.tensor(len(mine), device=mine.device)
+        sizes = [torch.empty_like(size) for _ in range(self._group.size())]
+        dist.all_gather(sizes, size, group=self._group)
+        # Context-parallel ranks may differ in padding and in the documents that end there.
+        longest = max(map(int, sizes))
+        parts = [mine.new_empty(longest) for _ in sizes]
+        dist.all_gather(parts, F.pad(mine, (0, longest - len(mine))), group=self._group)
+        return float(torch.cat([part[:count] for part, count in zip(parts, sizes, strict=True)]).median())

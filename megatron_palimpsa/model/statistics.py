@@ -19,7 +19,7 @@ from megatron_palimpsa.training.batch import Batch
 def record_memory(*chunks: nn.Module) -> Iterator[MemoryRecorder]:
     """Within it every forward pass of the `P` and `M` layers of this rank's model chunks is recorded."""
     mixers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Mixer)]
-    recorder = MemoryRecorder(unwrap(chunks[0]).tp_group)
+    recorder = MemoryRecorder(unwrap(chunks[0]).pg_collection.tp_cp)
     for mixer in mixers:
         mixer.recorder = recorder
     try:
