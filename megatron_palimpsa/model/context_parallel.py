@@ -26,7 +26,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from palimpsa_kernels import HeadParameters, Importance, mixing_scan
 from palimpsa_kernels.activations import likelihood_precision, step_and_decay, weighted_value
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from megatron_palimpsa.training.batch import RowPart
 
@@ -240,18 +240,47 @@ def end_states(
     if importance is not None:
         per_token.append(importance.logits)
         b_scale = importance.b_scale
-    total: Tensor | None = None
-    for block in zip(*(t.split(BLOCK_TOKENS) for t in per_token), strict=True):
-        added = checkpoint(_added_states, b_scale, *block, use_reentrant=False, preserve_rng_state=False)
-        total = added if total is None else total + added
-    assert total is not None
-    return total.unbind(), onwards[0].float().exp()
+    return _AddedStates.apply(b_scale, *per_token).unbind(), onwards[0].float().exp()
 
 
-def _added_states(
+class _AddedStates(torch.autograd.Function):
+    """`_added` of any number of tokens; a block's float32 copies are formed again for its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, b_scale: Tensor | None, *per_token: Tensor) -> Tensor:
+        ctx.save_for_backward(b_scale, *per_token)
+        first, *others = zip(*(t.split(BLOCK_TOKENS) for t in per_token), strict=True)
+        total = _added(b_scale, *first)
+        for block in others:
+            total += _added(b_scale, *block)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        b_scale, *per_token = ctx.saved_tensors
+        gradients = [torch.empty_like(t) for t in per_token]
+        of_scale = None if b_scale is None else torch.zeros_like(b_scale)
+        scale = None if b_scale is None else b_scale.detach().requires_grad_()
+        for start in range(0, len(per_token[0]), BLOCK_TOKENS):
+            tokens = slice(start, start + BLOCK_TOKENS)
+            block = [t[tokens].detach().requires_grad_() for t in per_token]
+            with torch.enable_grad():
+                added = _added(scale, *block)
+            *of_block, last = torch.autograd.grad(added, [*block, *([] if scale is None else [scale])], grads[0])
+            if of_scale is None:
+                of_block.append(last)
+            else:
+                of_scale += last
+            for gradient, part in zip(gradients, of_block, strict=True):
+                gradient[tokens] = part
+        return of_scale, *gradients
+
+
+def _added(
     b_scale: Tensor | None, k: Tensor, x: Tensor, step: Tensor, behind: Tensor, logits: Tensor | None = None
 ) -> Tensor:
-    """What a block of tokens adds to the states at the end: [kinds, H, V, K]."""
+    """What tokens add to the states, [kinds, H, V, K]; step and the log of the decay behind each token are [T, H]."""
     decay = behind.exp().unsqueeze(-1)
     key = k.float()
     states = [_outer(weighted_value(x, step).float() * decay, key)]

@@ -13,7 +13,6 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from helpers.layouts import summed_gradient
 from helpers.models import randomise
-from helpers.reference_model import relative_error
 from helpers.stages import tiny_stage
 from megatron_palimpsa import parallel
 from megatron_palimpsa.config import StageConfig
@@ -123,6 +122,7 @@ def _compare_row(model: HybridModel, name: str, whole: Batch, expected: dict[str
         reference = expected["gradients"][key]
         share = local_share(reference, parameter, tp.rank(), tp.size())
         error = (gradient - share).abs().max() / (reference.abs().max() + FLOOR)
-        assert error < 1e-5, f"{name}: {key}: {error}"
+        # Without context parallelism TP differs from one process by as much.
+        assert error < (1e-5 if tp.size() == 1 else 5e-5), f"{name}: {key}: {error}"
     for layer, values in memory_statistics(model, batch).items():
         assert values == pytest.approx(expected["memory"][str(layer)], rel=1e-4), name

@@ -51,7 +51,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "tp": (1, 2, 4),
     "sequence_parallel": (False, True),
     "pipeline": (Pipeline(1, 1), Pipeline(2, 1), Pipeline(2, 2)),
-    "cp": (1,),
+    "cp": (1, 2),
     "dp": (1, 2),
     "distributed_optimizer": (False, True),
     "ngroups": (1, 2),

@@ -90,8 +90,8 @@ class SavesInputs(torch.autograd.Function):
 
 @pytest.fixture
 def kernels_that_keep_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def conv(x: Any, weight: Any, bias: Any, cu_seqlens: Any) -> Any:
-        return SavesInputs.apply(partial(causal_conv1d, cu_seqlens=cu_seqlens), x, weight, bias)
+    def conv(x: Any, weight: Any, bias: Any, **options: Any) -> Any:
+        return SavesInputs.apply(partial(causal_conv1d, **options), x, weight, bias)
 
     def norm(x: Any, z: Any, weight: Any, **options: Any) -> Any:
         return SavesInputs.apply(partial(gated_rms_norm, **options), x, z, weight)
