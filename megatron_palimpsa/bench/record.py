@@ -17,7 +17,8 @@ from megatron_palimpsa.bench.cases import Case
 from megatron_palimpsa.bench.measure import Measurement
 from megatron_palimpsa.config import ConfigError
 from megatron_palimpsa.training.console import peak_flops, short_count
-from megatron_palimpsa.training.plan import MemoryEstimate, count_parameters
+from megatron_palimpsa.training.memory import MemoryEstimate
+from megatron_palimpsa.training.parameters import count_parameters
 
 Record = dict[str, Any]
 MEASURED = (

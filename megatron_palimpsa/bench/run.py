@@ -13,7 +13,7 @@ from megatron_palimpsa.bench.cases import Case
 from megatron_palimpsa.bench.measure import measure
 from megatron_palimpsa.bench.record import Record, RecordFile, complete, describe, table
 from megatron_palimpsa.training.exit_codes import ExitCode
-from megatron_palimpsa.training.plan import estimate_memory
+from megatron_palimpsa.training.memory import estimate_memory
 
 logger = logging.getLogger(__name__)
 

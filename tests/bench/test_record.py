@@ -9,7 +9,7 @@ from palimpsa_launch import stages
 from megatron_palimpsa.bench.cases import read_cases
 from megatron_palimpsa.bench.measure import Measurement
 from megatron_palimpsa.bench.record import RecordFile, complete, describe, table
-from megatron_palimpsa.training.plan import estimate_memory
+from megatron_palimpsa.training.memory import estimate_memory
 
 MEASURED = Measurement(
     parameters=2_700_000_000,
