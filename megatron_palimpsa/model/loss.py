@@ -50,6 +50,7 @@ class _TokenLosses(torch.autograd.Function):
             del logits, losses
             torch.matmul(d_logits, weight, out=d_states)
             part = d_logits.flatten(0, 1).t().matmul(states.flatten(0, 1))
+            del d_logits
             if len(hidden) <= TOKENS:
                 d_weight = part
             elif d_weight is None:

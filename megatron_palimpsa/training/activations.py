@@ -1,8 +1,8 @@
 """What a layer keeps for its backward pass on a GPU, and what that pass takes at its peak, in bytes.
 
-Counted tensor by tensor from the layers and their autograd functions (`model/mixer.py`, `palimpsa_kernels/triton`), with
-their tiles on Hopper; `tests/training/test_memory.py` holds every count against the tensors that those make. s is the
-width of the model's dtype.
+Counted tensor by tensor from the layers and their autograd functions (`model/mixer.py`, `palimpsa_kernels/triton`),
+with the tiles that those take on Hopper where d_state is a multiple of 64; `tests/training/test_memory.py` compares with
+the tensors that they make.
 """
 
 from __future__ import annotations
@@ -82,8 +82,38 @@ def shapes_of(config: StageConfig) -> Shapes:
     )
 
 
-def kept(shapes: Shapes, symbol: str) -> int:
-    """Bytes that one layer's forward pass leaves for its backward pass."""
+def kept(shapes: Shapes, symbol: str, recompute: str) -> int:
+    """Bytes that one layer holds between its forward and its backward pass; `recompute` as in the configuration."""
+    if recompute == "full":
+        return _layer_input(shapes)
+    return _everything(shapes, symbol) - (_cheap(shapes, symbol) if recompute == "selective" else 0)
+
+
+def formed_again(shapes: Shapes, symbol: str, recompute: str) -> int:
+    """Bytes that recomputation adds to `kept` until the peak of the layer's backward pass."""
+    if recompute == "full":
+        # The layer's output comes back too.
+        return _everything(shapes, symbol) + _layer_input(shapes)
+    if recompute == "none":
+        return 0
+    # The norm's output of a mixer is formed last, behind the scan.
+    late = shapes.tokens * shapes.size * shapes.hidden if symbol in "MP" else 0
+    return _cheap(shapes, symbol) - late
+
+
+def _layer_input(n: Shapes) -> int:
+    return n.tokens * n.residual_size * n.stream
+
+
+def _cheap(n: Shapes, symbol: str) -> int:
+    """What selective recomputation drops: the norms' and convolutions' outputs, beta before its sigmoid."""
+    if symbol in "*-":
+        return n.tokens * n.size * n.stream
+    return n.tokens * n.size * (n.hidden + 2 * n.inner + 2 * n.keys + (n.inner if symbol == "P" else 0))
+
+
+def _everything(shapes: Shapes, symbol: str) -> int:
+    """Bytes that a layer keeps without recomputation."""
     n = shapes
     if symbol in "*-":
         # The norm's input, which is the residual stream itself, its root mean square and its output.
@@ -124,7 +154,7 @@ def _chunk_size(n: Shapes) -> int:
 
 
 def backward(shapes: Shapes, symbol: str) -> int:
-    """Bytes at the peak of a layer's backward pass beyond what the layers keep, its own kept tensors counted there.
+    """Bytes at the peak of a layer's backward pass beyond `kept` and `formed_again`.
 
     The peak of a mixer is inside of its scan: z, y and what the output projection took are freed by then.
     """

@@ -1,7 +1,7 @@
 """What a stage needs of a GPU's memory, from its configuration alone.
 
-The estimate is of the largest rank at its peak, as PyTorch's allocator counts it (`torch.cuda.max_memory_allocated`): the
-CUDA context, NCCL's buffers and what the allocator holds in reserve come on top.
+The estimate is of the largest rank at its peak, as PyTorch's allocator counts it (`torch.cuda.max_memory_allocated`):
+the CUDA context, NCCL's buffers and what the allocator holds in reserve come on top.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_palimpsa.config import StageConfig
-from megatron_palimpsa.training.activations import Shapes, backward, kept, shapes_of
+from megatron_palimpsa.training.activations import Shapes, backward, formed_again, kept, shapes_of
 from megatron_palimpsa.training.parameters import layers_of_rank, rank_parameters
 
-_WORKSPACE = 64 * 2**20
+WORKSPACE_BYTES = 64 * 2**20
 """cuBLAS's scratch memory on Hopper."""
+_TOKENS_OF_LOGITS = 4096  # of model.loss
 
 
 @dataclass(frozen=True)
@@ -48,37 +49,28 @@ def _of_rank(config: StageConfig, pipeline_rank: int, data_parallel_size: int) -
         weights=held * shapes.size,
         gradients=held * 4,
         optimizer=round(owned * (12 if shapes.size == 2 else 8)),
-        activations=round(max(adam_step, _activations(config, shapes, pipeline_rank))) + _WORKSPACE,
+        activations=round(max(adam_step, _activations(config, shapes, pipeline_rank))) + WORKSPACE_BYTES,
     )
 
 
 def _activations(config: StageConfig, shapes: Shapes, pipeline_rank: int) -> int:
     """At the peak of the rank's forward and backward passes."""
+    recompute = config.train.recompute
     chunks = layers_of_rank(config, pipeline_rank)
-    of_chunks = [[_between(config, shapes, symbol) for symbol in layers] for layers in chunks]
-    stream = shapes.tokens * shapes.residual_size * shapes.stream
-    is_last = pipeline_rank == config.parallel.pp - 1
-    whole = sum(sum(between) for between in of_chunks)
+    of_chunks = [[kept(shapes, symbol, recompute) for symbol in layers] for layers in chunks]
     # The last forward pass begins the backward one; the others in flight wait with all they keep.
-    waiting = whole * (_passes_in_flight(config, pipeline_rank) - len(chunks)) / len(chunks)
-    waiting += sum(sum(between) for between in of_chunks[:-1])
+    waiting = sum(map(sum, of_chunks)) * (_passes_in_flight(config, pipeline_rank) - 1) / len(chunks)
     before = sum(of_chunks[-1])
-    peak = before + (_loss(config, shapes) if is_last else 0)
-    if is_last and config.model.tie_embeddings:
-        # While layers go back, the embedding's gradient from the logits waits for that from the tokens.
-        before += shapes.size * config.model.padded_vocab_size * shapes.hidden // config.parallel.tp
-    for symbol, between in zip(reversed(chunks[-1]), reversed(of_chunks[-1]), strict=True):
-        recomputed = kept(shapes, symbol) + stream if config.train.recompute == "full" else 0
-        peak = max(peak, before + recomputed + backward(shapes, symbol))
-        before -= between
+    peak = before
+    if pipeline_rank == config.parallel.pp - 1:
+        peak += _loss(config, shapes)
+        if config.model.tie_embeddings:
+            # While layers go back, the embedding's gradient from the logits waits for that from the tokens.
+            before += shapes.size * _vocabulary(config) * shapes.hidden
+    for symbol, own in zip(reversed(chunks[-1]), reversed(of_chunks[-1]), strict=True):
+        peak = max(peak, before + formed_again(shapes, symbol, recompute) + backward(shapes, symbol))
+        before -= own
     return round(waiting + peak + _gathered(config, shapes))
-
-
-def _between(config: StageConfig, shapes: Shapes, symbol: str) -> int:
-    """What a layer holds between its forward and its backward pass."""
-    if config.train.recompute == "full":
-        return shapes.tokens * shapes.residual_size * shapes.stream
-    return kept(shapes, symbol)
 
 
 def _passes_in_flight(config: StageConfig, pipeline_rank: int) -> int:
@@ -91,10 +83,24 @@ def _passes_in_flight(config: StageConfig, pipeline_rank: int) -> int:
 
 
 def _loss(config: StageConfig, shapes: Shapes) -> int:
-    """Embedded tokens, final norm, logits and the fp32 probabilities that replace them, as the forward pass ends."""
-    vocabulary = config.model.padded_vocab_size // config.parallel.tp
-    logits = vocabulary * (4 if shapes.size == 4 else shapes.size + 4)
-    return shapes.tokens * ((2 * shapes.residual_size + shapes.size) * shapes.stream + logits + 64)
+    """Final norm, logits and the fp32 probabilities that replace them, beside what the layers keep."""
+    vocabulary, size, tokens = _vocabulary(config), shapes.size, shapes.tokens
+    probabilities = 4 if size == 4 else 4 + size  # in fp32, beside the logits unless those are fp32 themselves
+    each = shapes.residual_size * shapes.stream + 64
+    if config.train.recompute == "none":
+        # As the forward pass ends; the embedded tokens are still there.
+        each += (shapes.residual_size + size) * shapes.stream
+        return tokens * (each + probabilities * vocabulary)
+    # In the backward pass over some tokens at a time: their logits and gradients, the gradient to all hidden states
+    # and, where there are more tokens, the fp32 sum of the weight's with the part that is being added.
+    some = min(tokens, _TOKENS_OF_LOGITS)
+    logits = some * vocabulary * (4 if size == 4 else probabilities + size)
+    weight = 0 if some == tokens else (size + 4) * vocabulary * shapes.hidden
+    return tokens * (each + 2 * size * shapes.hidden) + logits + weight
+
+
+def _vocabulary(config: StageConfig) -> int:
+    return config.model.padded_vocab_size // config.parallel.tp
 
 
 def _gathered(config: StageConfig, shapes: Shapes) -> int:

@@ -64,8 +64,8 @@ def as_on_a_gpu() -> Iterator[None]:
     with (
         mock.patch.object(dispatch, "own_triton", own_triton),
         mock.patch.object(norm, "own_triton", own_triton),
-        mock.patch.object(adjoint, "processors", lambda device: PROCESSORS),
-        mock.patch.object(InterpretedFunction, "run", lambda self, *args, **kwargs: None),
+        mock.patch.object(adjoint, "processors", return_value=PROCESSORS),
+        mock.patch.object(InterpretedFunction, "run", return_value=None),
     ):
         yield
     dispatch.implementation.cache_clear()
