@@ -53,6 +53,14 @@ class LiveMemory(TorchDispatchMode):
         self.peak = self.live
 
 
+def _processors(device: torch.device) -> int:
+    return PROCESSORS
+
+
+def _launch_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
 @contextlib.contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """CPU tensors take the way of CUDA's through `palimpsa_kernels`; nothing is computed there."""
@@ -64,8 +72,9 @@ def as_on_a_gpu() -> Iterator[None]:
     with (
         mock.patch.object(dispatch, "own_triton", own_triton),
         mock.patch.object(norm, "own_triton", own_triton),
-        mock.patch.object(adjoint, "processors", return_value=PROCESSORS),
-        mock.patch.object(InterpretedFunction, "run", return_value=None),
+        mock.patch.object(adjoint, "processors", _processors),
+        # No Mock, which would keep the launches' tensors.
+        mock.patch.object(InterpretedFunction, "run", _launch_nothing),
     ):
         yield
     dispatch.implementation.cache_clear()
