@@ -1,4 +1,4 @@
-"""Interleaved 1F1B on two pipeline ranks of two chunks each, against one process."""
+"""Interleaved 1F1B on two pipeline ranks of two uneven chunks each, against one process."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from typing import Any
 import pytest
 import torch
 from helpers import training_runs
-from helpers.stages import tiny_stage
+from helpers.stages import random_batch, tiny_stage
 from helpers.training_runs import Run, unsplit
 from helpers.workers import Workers
 
+from megatron_palimpsa import parallel
 from megatron_palimpsa.config import StageConfig
+from megatron_palimpsa.engine.megatron import MegatronEngine
+from megatron_palimpsa.training.validation import Validation, validate
 
 INTERLEAVED = {"pp": 2, "vpp": 2}
 RELATIVE = 1e-5
 GRADIENT_FLOOR = 1e-7
 
 
-def stage(model: dict[str, Any], layout: dict[str, Any]) -> StageConfig:
+def stage(layout: dict[str, Any]) -> StageConfig:
     return tiny_stage(
         2 if layout else 1,
-        model={"init_std": 0.2, **model},
+        model={"init_std": 0.2, "pattern": "M|P*|-|P"},
         # Four microbatches: two groups of the schedule.
         train={"global_batch_tokens": 128, "tokens": 12800},
         optimizer={"lr": 1e-3},
@@ -31,16 +34,14 @@ def stage(model: dict[str, Any], layout: dict[str, Any]) -> StageConfig:
     )
 
 
-@pytest.mark.parametrize(
-    "model",
-    [{"pattern": "M|P*|-|P"}, {"pattern": "MP*-PMPM", "tie_embeddings": False}],
-    ids=["tied-uneven", "untied-even"],
-)
-def test_equals_one_process(
-    model: dict[str, Any], two_processes: Workers, one_process_run: Callable[[StageConfig, int], Run]
-) -> None:
-    expected = one_process_run(stage(model, {}), 6)
-    runs: list[Run] = two_processes.run(training_runs.train, stage(model, INTERLEAVED), 6)
+def validated(config: StageConfig) -> Validation:
+    with training_runs.layout(config):
+        return validate(MegatronEngine(config), [random_batch(config, seed) for seed in range(3)])
+
+
+def test_equals_one_process(two_processes: Workers, one_process_run: Callable[[StageConfig, int], Run]) -> None:
+    expected = one_process_run(stage({}), 6)
+    runs: list[Run] = two_processes.run(training_runs.train, stage(INTERLEAVED), 6)
     for run in runs:
         assert run.steps == runs[0].steps
         for step, reference in zip(run.steps, expected.steps, strict=True):
@@ -62,3 +63,15 @@ def test_equals_one_process(
     weights = unsplit([run.weights for run in runs], tp=1)
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected.weights[name].value, rtol=0, atol=2e-4, msg=name)
+
+
+def test_validation_sees_every_layer(two_processes: Workers) -> None:
+    try:
+        expected = validated(stage({}))
+    finally:
+        parallel.destroy()
+    for found in two_processes.run(validated, stage(INTERLEAVED)):
+        assert found.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert list(found.memory) == ["1", "2", "5"]
+        for layer, statistics in expected.memory.items():
+            assert found.memory[layer] == pytest.approx(statistics, rel=1e-4)
