@@ -33,11 +33,15 @@ def _ssm(model: ModelConfig, importance: bool) -> float:
     state = inner * model.d_state
     # A state element is decayed and gets an outer product (3), and its product with q is summed (2).
     scan = 5 * state
-    if importance:
-        projections += 2 * model.beta_rank * (hidden + inner)
-        # The second state's update (3), the prior added to it and the division (2).
-        scan += 5 * state
-    return projections + 2 * model.d_conv * convolved + scan
+    added = importance_flops_per_token(model) if importance else 0
+    return projections + 2 * model.d_conv * convolved + scan + added
+
+
+def importance_flops_per_token(model: ModelConfig) -> float:
+    """What a `P` layer's forward pass does beyond an `M` layer's."""
+    projections = 2 * model.beta_rank * (model.hidden_size + model.d_inner)
+    # The second state's update (3), the prior added to it and the division (2).
+    return projections + 5 * model.d_inner * model.d_state
 
 
 def _attention(model: ModelConfig) -> float:

@@ -188,6 +188,17 @@ class Mixer(MegatronModule):
             self.heads, dtype=dtype, partition_dim=0, keep_fp32=True, weight_decay=False, trainable=trainable
         )
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Mixer:
+        """Parameters marked `keep_fp32` go to another device, but not to the dtype of Megatron's Float16Module."""
+        kept = {name: p.data for name, p in self._parameters.items() if getattr(p, "keep_fp32", False)}
+        super()._apply(fn, recurse)
+        for name, value in kept.items():
+            parameter = self._parameters[name]
+            assert parameter is not None
+            if parameter.dtype != value.dtype:
+                parameter.data = value.to(parameter.device)
+        return self
+
     def forward(
         self,
         hidden_states: Tensor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import nn
 
@@ -25,10 +26,19 @@ def global_parameters(model: HybridModel) -> Iterator[tuple[str, nn.Parameter]]:
     of the embedding.
     """
     for name, parameter in model.named_parameters():
-        layer = _LAYER.match(name)
-        if layer:
-            number = model.decoder.layers[int(layer[1])].layer_number
-            name = f"decoder.layers.{number - 1}.{name[layer.end() :]}"
-        elif name == OUTPUT and model.share_embeddings_and_output_weights:
+        if name == OUTPUT and model.share_embeddings_and_output_weights:
             name = EMBEDDING
-        yield name, parameter
+        yield _global_name(name, model.decoder), parameter
+
+
+def global_stack_parameters(stack: HybridStack) -> Iterator[tuple[str, nn.Parameter]]:
+    """Those of the layers and the final norm alone, by the same names."""
+    for name, parameter in stack.named_parameters():
+        yield _global_name(f"decoder.{name}", stack), parameter
+
+
+def _global_name(name: str, stack: HybridStack) -> str:
+    layer = _LAYER.match(name)
+    if layer is None:
+        return name
+    return f"decoder.layers.{stack.layers[int(layer[1])].layer_number - 1}.{name[layer.end() :]}"

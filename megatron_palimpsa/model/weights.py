@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_palimpsa import launcher
 from megatron_palimpsa.config import ModelConfig
@@ -128,12 +128,22 @@ def initializer_of(name: str) -> Initializer:
 
 
 def initialize_weights(model: HybridModel, config: ModelConfig, seed: int) -> None:
-    """Fill every parameter of this rank's part of the model.
+    """Fill every parameter of this rank's part of the model, see `initialize_parameters`."""
+    initialize_parameters(global_parameters(model), config, seed, model.tp_group)
+
+
+def initialize_parameters(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    config: ModelConfig,
+    seed: int,
+    tp_group: torch.distributed.ProcessGroup,
+) -> None:
+    """Fill parameters given by their global names.
 
     The unsplit tensor is drawn on the CPU from a generator seeded with the parameter's global name, and this rank's
     share is taken: the weights depend on the seed alone and not on how many ranks hold them.
     """
-    rank, size = model.tp_group.rank(), model.tp_group.size()
+    rank, size = tp_group.rank(), tp_group.size()
 
     @torch.no_grad()
     def draw(named: tuple[str, Tensor]) -> None:
@@ -146,7 +156,7 @@ def initialize_weights(model: HybridModel, config: ModelConfig, seed: int) -> No
 
     # A generator fills a tensor on one core, 0.2e9 numbers a second; each parameter has its own.
     with ThreadPoolExecutor(_cores_of_this_rank()) as pool:
-        for _ in pool.map(draw, list(global_parameters(model))):
+        for _ in pool.map(draw, list(parameters)):
             pass
 
 
