@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import sys
 import warnings
@@ -124,6 +125,12 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         help="changes any key of the file, for instance train.micro_batch_size=2",
     )
     train.add_argument("--dry-run", action="store_true", help="print the resolved plan and start nothing")
+    train.add_argument(
+        "--gpu-memory",
+        type=_gigabytes,
+        metavar="GB",
+        help="with --dry-run: what one GPU has, for advice where the stage does not fit (this machine's)",
+    )
     train.set_defaults(command=_train)
 
 
@@ -171,6 +178,17 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     report.set_defaults(command=_report)
 
 
+def _gigabytes(text: str) -> int:
+    """-> bytes."""
+    try:
+        size = float(text)
+    except ValueError:
+        size = math.nan
+    if not 0 < size < 1e6:
+        raise argparse.ArgumentTypeError(f"must be a number of gigabytes such as 80, not {text}")
+    return round(size * 1e9)
+
+
 def _token_count(text: str) -> int:
     # Attention layers reserve their cache for as many at once.
     if not text.isdecimal() or not 1 <= int(text) <= _MOST_NEW_TOKENS:
@@ -197,7 +215,7 @@ def _train(options: argparse.Namespace) -> int:
 
     config = load_stage(options.config, options.overrides)
     if options.dry_run:
-        print(run.dry_run(config))
+        print(run.dry_run(config, options.gpu_memory))
         return 0
     return run.train(config)
 

@@ -45,21 +45,22 @@ def _of_rank(config: StageConfig, pipeline_rank: int, data_parallel_size: int) -
     owned = held / (data_parallel_size * parallel.cp) if parallel.distributed_optimizer else held
     # Adam's step forms the denominators of all parameters at once.
     adam_step = 4 * owned
+    microbatches = config.num_microbatches(data_parallel_size)
     return MemoryEstimate(
         weights=held * shapes.size,
         gradients=held * 4,
         optimizer=round(owned * (12 if shapes.size == 2 else 8)),
-        activations=round(max(adam_step, _activations(config, shapes, pipeline_rank))) + WORKSPACE_BYTES,
+        activations=round(max(adam_step, _activations(config, shapes, pipeline_rank, microbatches))) + WORKSPACE_BYTES,
     )
 
 
-def _activations(config: StageConfig, shapes: Shapes, pipeline_rank: int) -> int:
+def _activations(config: StageConfig, shapes: Shapes, pipeline_rank: int, microbatches: int) -> int:
     """At the peak of the rank's forward and backward passes."""
     recompute = config.train.recompute
     chunks = layers_of_rank(config, pipeline_rank)
     of_chunks = [[kept(shapes, symbol, recompute) for symbol in layers] for layers in chunks]
     # The last forward pass begins the backward one; the others in flight wait with all they keep.
-    waiting = sum(map(sum, of_chunks)) * (_passes_in_flight(config, pipeline_rank) - 1) / len(chunks)
+    waiting = sum(map(sum, of_chunks)) * (_passes_in_flight(config, pipeline_rank, microbatches) - 1) / len(chunks)
     before = sum(of_chunks[-1])
     peak = before
     if pipeline_rank == config.parallel.pp - 1:
@@ -73,13 +74,13 @@ def _activations(config: StageConfig, shapes: Shapes, pipeline_rank: int) -> int
     return round(waiting + peak + _gathered(config, shapes))
 
 
-def _passes_in_flight(config: StageConfig, pipeline_rank: int) -> int:
+def _passes_in_flight(config: StageConfig, pipeline_rank: int, microbatches: int) -> int:
     """Forward passes of a chunk before the first backward pass ends: 1F1B, interleaved for several chunks."""
     pp, vpp = config.parallel.pp, config.parallel.vpp
     behind = pp - 1 - pipeline_rank
     if vpp == 1:
-        return min(behind + 1, config.global_batch_size)
-    return min(2 * behind + (vpp - 1) * pp + 1, config.global_batch_size * vpp)
+        return min(behind + 1, microbatches)
+    return min(2 * behind + (vpp - 1) * pp + 1, microbatches * vpp)
 
 
 def _loss(config: StageConfig, shapes: Shapes) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_palimpsa.config import ModelConfig, StageConfig
 from megatron_palimpsa.engine.flops import train_flops_per_token
+from megatron_palimpsa.training.advice import USABLE, advise, fits
 from megatron_palimpsa.training.console import short_count
 from megatron_palimpsa.training.memory import estimate_memory
 from megatron_palimpsa.training.parameters import count_parameters
@@ -15,8 +16,10 @@ def checkpoint_bytes(model: ModelConfig) -> int:
     return round(1.1 * 12 * count_parameters(model)) + 2**20
 
 
-def describe(config: StageConfig, world_size: int, source: Source | None, data: list[str]) -> str:
-    """The resolved plan as lines of text; `data` describes the sets."""
+def describe(
+    config: StageConfig, world_size: int, source: Source | None, data: list[str], gpu_memory: int | None = None
+) -> str:
+    """The resolved plan as lines of text; `data` describes the sets, `gpu_memory` are the bytes of one GPU if known."""
     model, train, parallel, optimizer = config.model, config.train, config.parallel, config.optimizer
     dp = world_size // parallel.replica_size
     memory = estimate_memory(config, dp)
@@ -43,10 +46,24 @@ def describe(config: StageConfig, world_size: int, source: Source | None, data: 
         f"memory a rank  about {_size(memory.total)}: weights {_size(memory.weights)}, "
         f"gradients {_size(memory.gradients)}, optimizer {_size(memory.optimizer)}, "
         f"activations {_size(memory.activations)} on a GPU at the peak; the CUDA context comes on top",
+        *_fit(config, world_size, memory.total, gpu_memory),
         f"checkpoints    every {config.checkpoint.interval:,} steps, {config.checkpoint.keep} kept, about "
         f"{_size(checkpoint_bytes(model))} each",
     ]
     return "\n".join(lines)
+
+
+def _fit(config: StageConfig, world_size: int, total: int, gpu_memory: int | None) -> list[str]:
+    """Whether the stage fits into a GPU, and what would make it fit."""
+    if gpu_memory is None:
+        return []
+    if fits(total, gpu_memory):
+        return [f"{'':<14} fits into a GPU of {_size(gpu_memory)}"]
+    ways = advise(config, world_size, gpu_memory)
+    lines = [f"does not fit into a GPU of {_size(gpu_memory)}, of which {USABLE:.0%} are usable; it would with"]
+    if not ways:
+        lines = [f"does not fit into a GPU of {_size(gpu_memory)}, nor with full recomputation on eight times the GPUs"]
+    return [f"{'':<14} {line}" for line in [*lines, *(f"  {way}" for way in ways)]]
 
 
 def _start(source: Source | None) -> str:

@@ -7,7 +7,7 @@ import logging
 
 from megatron_palimpsa import launcher
 from megatron_palimpsa.config import StageConfig, check_stage
-from megatron_palimpsa.training import plan
+from megatron_palimpsa.training import advice, plan
 from megatron_palimpsa.training.console import clock
 from megatron_palimpsa.training.data import StageData
 from megatron_palimpsa.training.exit_codes import ExitCode
@@ -51,8 +51,11 @@ def train(config: StageConfig) -> ExitCode:
         return train_stage(config, folder, source, data, stop)
 
 
-def dry_run(config: StageConfig) -> str:
+def dry_run(config: StageConfig, gpu_memory: int | None = None) -> str:
     """Check everything that `train` checks and describe what it would do.
+
+    Args:
+        gpu_memory: bytes of the GPUs that it is meant for; None takes those of this machine's.
 
     Without a launcher the plan is for the fewest ranks that the layout takes: it can be made on any machine.
 
@@ -69,7 +72,7 @@ def dry_run(config: StageConfig) -> str:
         f"{item.tokens:,} tokens, {item.epochs:.2f} epochs"
         for item in data.sources()
     ]
-    return plan.describe(config, ranks, source, sets)
+    return plan.describe(config, ranks, source, sets, gpu_memory or advice.gpu_memory())
 
 
 def _check_inputs(config: StageConfig, folder: RunFolder) -> tuple[Source | None, StageData]:
