@@ -25,16 +25,16 @@ def transformer_config(config: StageConfig) -> TransformerConfig:
     model, parallel = config.model, config.parallel
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     # Megatron wants a number of attention heads even of a model without attention layers.
-    attention_heads = model.num_attention_heads or model.nheads
+    attention_heads = model.num_attention_heads if "*" in model.layers else None
     recompute = {}
     if config.train.recompute == "full":
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=len(model.layers),
         hidden_size=model.hidden_size,
-        num_attention_heads=attention_heads,
-        num_query_groups=model.num_query_groups or attention_heads,
-        kv_channels=model.hidden_size // attention_heads if model.num_attention_heads else model.headdim,
+        num_attention_heads=attention_heads or model.nheads,
+        num_query_groups=(model.num_query_groups or attention_heads) if attention_heads else model.nheads,
+        kv_channels=model.hidden_size // attention_heads if attention_heads else model.headdim,
         ffn_hidden_size=model.ffn_hidden_size,
         is_hybrid_model=True,
         mamba_state_dim=model.d_state,

@@ -14,22 +14,10 @@ from megatron_palimpsa.config import StageConfig
 
 
 @pytest.fixture(scope="session")
-def worker_pool() -> Iterator[Callable[[], Workers]]:
-    pool: list[Workers] = []
-
-    def get() -> Workers:
-        if not pool or not pool[-1].alive:
-            pool.append(Workers(4))
-        return pool[-1]
-
-    yield get
-    if pool and pool[-1].alive:
-        pool[-1].close()
-
-
-@pytest.fixture
-def four_processes(worker_pool: Callable[[], Workers]) -> Workers:
-    return worker_pool()
+def four_processes() -> Iterator[Workers]:
+    workers = Workers(4)
+    yield workers
+    workers.close()
 
 
 @pytest.fixture

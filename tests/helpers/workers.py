@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +20,27 @@ import torch.distributed as dist
 
 from megatron_palimpsa import parallel
 
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 240
 _PRELOADED = ["megatron.core.models.hybrid.hybrid_model", "megatron.core.optimizer", "megatron.core.dist_checkpointing"]
 
 
 class Workers:
-    """`size` processes; `run` calls a function on all of them as ranks of one process group, `run_on` on some.
+    """`size` processes, from the first call on: `run` calls a function on all of them as ranks of one process group.
 
-    The group is NCCL's where CUDA exists and gloo's otherwise, formed for the call and left after it: nothing of one
-    test's groups remains for the next.
+    `run_on` takes some of them. The group is NCCL's where CUDA exists and gloo's otherwise, formed for the call and
+    left after it: nothing of one test's groups remains for the next.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._calls = 0
         self._folder = tempfile.TemporaryDirectory()
-        context = _context()
         self._connections: list[Connection] = []
-        self._processes = []
-        for rank in range(size):
+        self._processes: list[BaseProcess] = []
+
+    def _start(self) -> None:
+        context = _context()
+        for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, theirs), daemon=True)  # type: ignore[attr-defined]
             process.start()
@@ -54,8 +57,10 @@ class Workers:
 
         Raises:
             RuntimeError: one failed, died or gave no answer in time; the processes are ended then, because the
-                others may wait for it for ever.
+                others may wait for it for ever, and started anew for the next call.
         """
+        if not self._processes:
+            self._start()
         self._calls += 1
         rendezvous = Path(self._folder.name) / f"rendezvous-{self._calls}"
         for rank, connection in enumerate(self._connections[:size]):
@@ -80,20 +85,20 @@ class Workers:
         return [results[rank] for rank in range(size)]
 
     def _fail(self, message: str) -> None:
-        self.close()
+        self._end()
         raise RuntimeError(message)
 
-    def close(self) -> None:
+    def _end(self) -> None:
         for connection in self._connections:
             connection.close()
         for process in self._processes:
             process.kill()
             process.join()
-        self._folder.cleanup()
+        self._connections, self._processes = [], []
 
-    @property
-    def alive(self) -> bool:
-        return all(process.is_alive() for process in self._processes)
+    def close(self) -> None:
+        self._end()
+        self._folder.cleanup()
 
 
 class FirstWorkers:
