@@ -42,9 +42,7 @@ def stage(pattern: str, ngroups: int, tp: int, sequence_parallel: bool = False) 
 
 
 @pytest.mark.parametrize(("pattern", "ngroups"), [("MMM", 1), ("MPM", 1), ("MPM", 2)])
-def test_logits_are_the_same_under_any_tensor_parallelism(
-    pattern: str, ngroups: int, eight_processes: Workers
-) -> None:
+def test_logits_are_the_same_under_any_tensor_parallelism(pattern: str, ngroups: int, eight_processes: Workers) -> None:
     expected = logits(stage(pattern, ngroups, 1))
     parallel.destroy()
     # Neither small nor all alike: each element counts.

@@ -50,7 +50,7 @@ def console_line(config: StageConfig, folder: Path, peak: float) -> str:
         Layout(tp=2, sequence_parallel=True),
         Layout(pipeline=Pipeline(2, 2)),
         Layout(dp=2, distributed_optimizer=True),
-        Layout(tp=2, pipeline=Pipeline(2, 1)),
+        Layout(cp=2, pipeline=Pipeline(2, 1)),
     ],
     ids=lambda layout: layout.name,
 )
