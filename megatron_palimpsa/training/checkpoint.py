@@ -53,20 +53,20 @@ def require_shared(folder: Path) -> None:
     """
     if dist.get_world_size() == 1:
         return
-    probe = folder / f".seen-{uuid.uuid4().hex}"
 
-    def write() -> Path:
+    def write() -> str:
+        name = f".seen-{uuid.uuid4().hex}"
         folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        return probe
+        (folder / name).touch()
+        return name
 
     try:
-        probe = ranks.on_main(write)
+        name = ranks.on_main(write)
     except OSError as error:
         raise ConfigError(f"output_dir: {folder} cannot be written: {error.strerror}") from None
-    blind = [rank for rank, seen in enumerate(ranks.to_all(_appears(probe))) if not seen]
+    blind = [rank for rank, seen in enumerate(ranks.to_all(_appears(folder / name))) if not seen]
     if ranks.is_main():
-        probe.unlink()
+        (folder / name).unlink()
     if blind:
         raise ConfigError(
             f"output_dir: the ranks {', '.join(map(str, blind))} do not see what rank 0 writes to {folder}; "

@@ -52,6 +52,8 @@ def to_main[T](value: T) -> list[T]:
 
 def to_all[T](value: T) -> list[T]:
     """Every rank's value in the order of ranks, on every rank."""
+    if dist.get_world_size() == 1:
+        return [value]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,11 +19,11 @@ from torch import Tensor
 from helpers.engine_state import state_of
 from helpers.stages import random_batch
 from megatron_palimpsa import parallel
-from megatron_palimpsa.config import ParallelConfig, StageConfig
+from megatron_palimpsa.config import ConfigError, ParallelConfig, StageConfig
 from megatron_palimpsa.engine.base import StepResult
 from megatron_palimpsa.engine.megatron import MegatronEngine
 from megatron_palimpsa.model.naming import global_parameters
-from megatron_palimpsa.training import checkpoint
+from megatron_palimpsa.training import checkpoint, checkpoint_files, checkpoint_saver
 from megatron_palimpsa.training.batch import Batch
 
 
@@ -187,7 +189,7 @@ def whole_tensors(path: Path) -> dict[str, Tensor]:
     return {name: value for name, value in tensors.items() if not name.startswith("rng.")}
 
 
-def save_with_a_full_disk_on_one_rank(config: StageConfig, folder: Path) -> str:
+def save_with_a_full_disk_on_one_rank(config: StageConfig, folder: Path, background: bool) -> str:
     """The message that this rank gets; the second of two ranks cannot write."""
     with layout(config):
         engine = MegatronEngine(config)
@@ -200,12 +202,79 @@ def save_with_a_full_disk_on_one_rank(config: StageConfig, folder: Path) -> str:
         if dist.get_rank() == 1:
             os.fsync = no_space
         try:
-            checkpoint.save(folder, 2, engine, {}, keep=2)
+            saver = checkpoint.Checkpointer(folder, engine, 2, background)
+            saver.save(2, {})
+            engine.train_step(share_of_batches(config, 0), always)
+            saver.finish()
         except checkpoint.CheckpointError as error:
             return str(error)
         finally:
             os.fsync = working
     return "saved"
+
+
+def save_while_one_rank_is_slow(config: StageConfig, folder: Path) -> list[int | None]:
+    """What is saved at each of five step boundaries after a save, where rank 1 has not written before the third."""
+    with layout(config):
+        engine = MegatronEngine(config)
+        written = threading.Event()
+        write = checkpoint_saver.write_rank_file
+
+        def held(*arguments: Any) -> Any:
+            assert written.wait(60)
+            return write(*arguments)
+
+        checkpoint_saver.write_rank_file = held
+        try:
+            saver = checkpoint.Checkpointer(folder, engine, keep=2, background=True)
+            saver.save(1, {})
+            saved = []
+            for boundary in range(5):
+                if boundary == 2 or dist.get_rank() != 1:
+                    written.set()
+                if boundary == 3:
+                    saver.finish()
+                engine.train_step(share_of_batches(config, boundary), always)
+                saver.poll()
+                saved.append(saver.saved_step if boundary != 2 else None)
+            return saved
+        finally:
+            checkpoint_saver.write_rank_file = write
+
+
+def elements_of_share(config: StageConfig) -> int:
+    """How many numbers of weights and moments this rank writes."""
+    with layout(config):
+        engine = MegatronEngine(config)
+        return sum(box.numel for box, _ in engine.state_share())
+
+
+def verify(folder: Path) -> tuple[str | None, list[str]]:
+    """The newest intact checkpoint's name, and which files this rank has read for it."""
+    read: list[str] = []
+    checksum = checkpoint_files._sha256
+
+    def noted(path: Path) -> str:
+        read.append(f"{path.parent.name}/{path.name}")
+        return checksum(path)
+
+    checkpoint_files._sha256 = noted
+    try:
+        found = checkpoint.latest(folder)
+    finally:
+        checkpoint_files._sha256 = checksum
+    return (None if found is None else found.name), [name for name in read if "manifest" not in name]
+
+
+def require_own_folder(folder: Path) -> str:
+    """What a rank is told whose folder is not that of the others."""
+    checkpoint._VISIBLE_WITHIN = 0.0
+    try:
+        checkpoint.require_shared(folder)
+        checkpoint.require_shared(folder / str(dist.get_rank()))
+    except ConfigError as error:
+        return str(error)
+    return "shared"
 
 
 def unsplit(runs: list[dict[str, Share]], tp: int) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@ import json
 import os
 import pickle
 import resource
+import tarfile
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.engine_state import moments_of, state_of, weights_of
+from helpers.runs import read_checkpoint
 from helpers.stages import random_batch, tiny_stage
 
 from megatron_palimpsa import parallel
@@ -219,3 +221,47 @@ def test_names_and_shapes_are_those_of_the_unsplit_model(tmp_path: Path) -> None
     # Frozen parameters have no moments.
     assert "decoder.layers.4.mixer.prior_log" in shapes
     assert "optimizer.exp_avg.decoder.layers.4.mixer.prior_log" not in shapes
+
+
+FORMAT_1 = {
+    "pattern": "P-",
+    "hidden_size": 8,
+    "vocab_size": 16,
+    "seq_length": 16,
+    "d_state": 4,
+    "headdim": 8,
+    "beta_rank": 2,
+    "ffn_hidden_size": 8,
+    "init_std": 0.2,
+}
+"""Model of `checkpoint_format_1.tar.xz`: two tensor-parallel ranks, each parameter's share in one piece, 2 steps."""
+FORMAT_1_STEPS = [(2.8631281419, 1.5022872686), (2.7868211166, 1.3100857735), (2.9759762174, 1.0891150236)]
+"""Losses and gradient norms of the steps that followed there."""
+
+
+def test_checkpoint_of_the_first_version_is_gone_on_from(tmp_path: Path) -> None:
+    with tarfile.open(Path(__file__).with_name("checkpoint_format_1.tar.xz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    path = checkpoint.latest(tmp_path)
+    assert path == tmp_path / "step-2"
+    engine = MegatronEngine(tiny_stage(model=FORMAT_1, train={"global_batch_tokens": 32, "tokens": 3200}))
+    checkpoint.load(path, engine)
+    expected = read_checkpoint(path, tmp_path)
+    state = state_of(engine)
+    assert state.keys() == {name for name in expected if not name.startswith("rng.")}
+    assert all(torch.equal(value, expected[name]) for name, value in state.items())
+    batches = (random_batch(engine.config, seed, padding=seed % 3) for seed in count(4))
+    for loss, grad_norm in FORMAT_1_STEPS:
+        result = engine.train_step(batches, lambda loss, norm: True)
+        assert result.loss == pytest.approx(loss, rel=1e-5)
+        assert result.grad_norm == pytest.approx(grad_norm, rel=1e-5)
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    engine = MegatronEngine(tiny_stage())
+    path = checkpoint.save(tmp_path, 0, engine, PROGRESS, keep=2)
+    state = json.loads((path / "state.json").read_text())
+    trained = tiny_stage(model={"train_prior": True})
+    (path / "state.json").write_text(json.dumps(state | {"optimizer_steps": 1}))
+    with pytest.raises(checkpoint.CheckpointError, match=r"optimizer\.exp_avg\..*prior_log is not there"):
+        checkpoint.load(path, MegatronEngine(trained))

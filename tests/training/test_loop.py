@@ -1,5 +1,6 @@
 """What a run does between its first step and its exit code, on the real engine."""
 
+import errno
 import json
 import shutil
 import signal
@@ -9,7 +10,7 @@ import torch
 from helpers.runs import Events, read_checkpoint, train_in_new_process, train_on_ranks, write_stage
 
 from megatron_palimpsa import cli
-from megatron_palimpsa.training import checkpoint
+from megatron_palimpsa.training import checkpoint_saver
 from megatron_palimpsa.training.exit_codes import ExitCode
 from megatron_palimpsa.training.metrics import read_records
 from megatron_palimpsa.training.run_folder import RunFolder
@@ -243,10 +244,17 @@ def test_second_process_is_refused(tmp_path, tiny_data):
     assert "another process trains into this folder" in (tmp_path / "output").read_text()
 
 
-def test_a_checkpoint_that_cannot_be_written_ends_with_a_clear_error(tmp_path, tiny_data, monkeypatch, capsys):
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_a_checkpoint_that_cannot_be_written_ends_with_a_clear_error(
+    tmp_path, tiny_data, monkeypatch, capsys, background
+):
     def full(*arguments):
-        raise checkpoint.CheckpointError("step-4: could not be saved (no space left on the disk)")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.Checkpointer, "save", full)
-    assert cli.main(["train", str(write_stage(tmp_path, tiny_data))]) == ExitCode.FILE_FAILED
-    assert capsys.readouterr().err.endswith("ERROR: step-4: could not be saved (no space left on the disk)\n")
+    monkeypatch.setattr(checkpoint_saver, "write_rank_file", full)
+    path = write_stage(tmp_path, tiny_data)
+    assert cli.main(["train", str(path), f"checkpoint.async_save={background}"]) == ExitCode.FILE_FAILED
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "ERROR: " in last
+    assert "step-4: could not be saved (rank 0: no space left on the disk: No space left on device)" in last
+    assert steps_saved(RunFolder(tmp_path / "runs" / "stage")) == []

@@ -77,6 +77,18 @@ def test_sigkill_off_a_checkpoint_step(stages, second, unbroken, tmp_path, kills
     assert_same_end(folder, unbroken, tmp_path)
 
 
+def test_sigkill_while_checkpoints_are_written_in_the_background(stages, second, unbroken, tmp_path):
+    path = second("background", checkpoint={"interval": 1, "async_save": True})
+    folder = RunFolder(stages / "runs" / "background")
+    for step in (3, 5, 8):
+        assert train_in_new_process(path, signals={step: signal.SIGKILL}) == -signal.SIGKILL
+    assert train_in_new_process(path) == ExitCode.COMPLETE
+    # A save is published at the latest before the one after the next begins.
+    for killed, resumed in zip((3, 5, 8), resumes(folder)[-3:], strict=True):
+        assert killed - 2 <= resumed < killed
+    assert_same_end(folder, unbroken, tmp_path)
+
+
 def test_killed_between_the_last_checkpoint_and_the_marker(stages, second, unbroken, tmp_path):
     path = second("unmarked")
     assert train_in_new_process(path) == ExitCode.COMPLETE
