@@ -169,10 +169,12 @@ def test_dry_run_prints_the_plan_and_starts_nothing(capsys, stage, tmp_path):
         "lr 0.01, 2 warm-up steps, cosine to 0.001",
         "train: 100.0 % of the sequences, 100.0 % filled",
         "memory a rank  about",
-        "checkpoints    every 4 steps, 2 kept",
+        "checkpoints    every 4 steps, 2 kept, about 1.21 MB each\n",
     ):
         assert part in plan
     assert not (tmp_path / "runs").exists()
+    assert cli.main(["train", str(stage), "--dry-run", "checkpoint.async_save=true"]) == 0
+    assert "about 1.21 MB each, from a copy of 143 kB in host memory a rank\n" in capsys.readouterr().out
 
 
 def test_dry_run_and_wrong_input_answer_without_torch(stage):

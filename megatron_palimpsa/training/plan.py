@@ -7,13 +7,19 @@ from megatron_palimpsa.engine.flops import train_flops_per_token
 from megatron_palimpsa.training.advice import USABLE, advise, fits
 from megatron_palimpsa.training.console import short_count
 from megatron_palimpsa.training.memory import estimate_memory
-from megatron_palimpsa.training.parameters import count_parameters
+from megatron_palimpsa.training.parameters import count_parameters, rank_parameters
 from megatron_palimpsa.training.stages import Source
 
 
 def checkpoint_bytes(model: ModelConfig) -> int:
     """Weights and two moments in float32, and a tenth for what surrounds them."""
     return round(1.1 * 12 * count_parameters(model)) + 2**20
+
+
+def share_bytes(config: StageConfig, data_parallel_size: int) -> int:
+    """Weights and moments in float32 that the rank with most of them writes to a checkpoint."""
+    held = max(rank_parameters(config, rank) for rank in range(config.parallel.pp))
+    return 12 * held // (data_parallel_size * config.parallel.cp)
 
 
 def describe(
@@ -28,6 +34,8 @@ def describe(
     flops = train_flops_per_token(model) * train.tokens
     steps = config.total_steps
     chunks = f" in {parallel.vpp} chunks each" if parallel.vpp > 1 else ""
+    copy = f", from a copy of {_size(share_bytes(config, dp))} in host memory a rank"
+    copy = copy if config.checkpoint.async_save else ""
     lines = [
         f"stage          {config.name} -> {config.folder}",
         f"starts from    {_start(source)}",
@@ -48,7 +56,7 @@ def describe(
         f"activations {_size(memory.activations)} on a GPU at the peak; the CUDA context comes on top",
         *_fit(config, world_size, memory.total, gpu_memory),
         f"checkpoints    every {config.checkpoint.interval:,} steps, {config.checkpoint.keep} kept, about "
-        f"{_size(checkpoint_bytes(model))} each",
+        f"{_size(checkpoint_bytes(model))} each{copy}",
     ]
     return "\n".join(lines)
 

@@ -6,7 +6,7 @@ from helpers.stages import tiny_stage
 from megatron_palimpsa import parallel
 from megatron_palimpsa.model import build_model
 from megatron_palimpsa.training.parameters import count_parameters
-from megatron_palimpsa.training.plan import checkpoint_bytes
+from megatron_palimpsa.training.plan import checkpoint_bytes, share_bytes
 
 MAMBA2_2_7B = {
     "pattern": "M" * 64,
@@ -49,3 +49,5 @@ def test_the_2_7b_model_has_its_published_size_and_checkpoint():
     config = tiny_stage(model=MAMBA2_2_7B, train={"global_batch_tokens": 4096, "tokens": 4096 * 100})
     assert count_parameters(config.model) == 2_702_599_680
     assert 32e9 < checkpoint_bytes(config.model) < 38e9
+    assert share_bytes(config, 1) == 12 * 2_702_599_680
+    assert share_bytes(config, 8) == 12 * 2_702_599_680 // 8
