@@ -168,10 +168,10 @@ def train(config: StageConfig, *extra: str) -> MegatronRun:
     return run
 
 
-def parse(config: StageConfig, *extra: str) -> argparse.Namespace:
+def parse(words: list[str]) -> argparse.Namespace:
     """Megatron's arguments, validated; its global variables are as before."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["pretrain", *arguments(config, *extra)])
+        patch.setattr(sys, "argv", ["pretrain", *words])
         args = megatron_arguments.parse_and_validate_args(extra_args_provider=add_palimpsa_args)
     clear_globals()
     return args
@@ -220,7 +220,11 @@ def _cuda_or_stand_ins(patch: pytest.MonkeyPatch) -> Iterator[None]:
 def _initialize_without_cuda(**kwargs: Any) -> None:
     """Megatron's own, but for the process groups and the seeds, which ask for CUDA."""
     args = get_args()
-    layout = ParallelConfig(tp=args.tensor_model_parallel_size, pp=args.pipeline_model_parallel_size)
+    layout = ParallelConfig(
+        tp=args.tensor_model_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+        vpp=args.virtual_pipeline_model_parallel_size or 1,
+    )
     parallel.initialize(layout, args.seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)

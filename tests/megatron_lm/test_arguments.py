@@ -1,13 +1,16 @@
 """What the stack refuses on Megatron-LM's command line, before any process group or GPU."""
 
 import argparse
+import shlex
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import megatron_lm
 from helpers.stages import tiny_stage
+from megatron.training import arguments as megatron_arguments
 from megatron.training import training
 
 from megatron_palimpsa.config import ConfigError
@@ -15,13 +18,14 @@ from megatron_palimpsa.engine import flops
 from megatron_palimpsa.megatron_lm import check_args, prepare, pretrain
 from megatron_palimpsa.megatron_lm.arguments import mixer_options, model_config
 
+ROOT = Path(__file__).parents[2]
 CONFIG = tiny_stage(optimizer={"lr": 1e-3, "schedule": "constant", "warmup_steps": 0}, train={"precision": "fp32"})
 OURS = ("--palimpsa-d-conv", "3", "--palimpsa-norm-groups", "2", "--palimpsa-train-prior")
 
 
 @pytest.fixture(scope="module")
 def parsed() -> argparse.Namespace:
-    return megatron_lm.parse(CONFIG, *OURS)
+    return megatron_lm.parse(megatron_lm.arguments(CONFIG, *OURS))
 
 
 @pytest.fixture
@@ -72,6 +76,18 @@ def test_what_cannot_work_is_refused_by_its_flag(
     vars(args).update(changed)
     with pytest.raises(ConfigError, match=message):
         check_args(args)
+
+
+def test_the_documented_command_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "megatron_lm.md").read_text().replace("\\\n", " ")
+    command = shlex.split(
+        next(line for line in page.splitlines() if "-m megatron_palimpsa.megatron_lm.pretrain" in line)
+    )
+    monkeypatch.setenv(*command[0].split("=", 1))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(megatron_arguments, "get_device_arch_version", lambda: 9)
+    arguments = command[command.index("megatron_palimpsa.megatron_lm.pretrain") + 1 :]
+    check_args(megatron_lm.parse(arguments))
 
 
 def test_missing_flags_are_named() -> None:
