@@ -1,7 +1,15 @@
 """Floating-point operations of the whole model, for MFU.
 
 Counted are the operations of the mathematics (a multiply-add is two), not those of an implementation: chunked scans
-and recomputation do more. Norms, activations and the softmax are left out.
+and recomputation do more. Norms, activations and the softmax are left out. Forward, a token and layer, with h channels
+of the residual stream, d of the mixer in H heads, G groups of keys, K state channels and W taps:
+
+    M   2 h (2 d + 2 G K + H) + 2 d h + 2 W (d + 2 G K) + 5 d K     the recurrence of arXiv 2405.21060
+    P   M's + 2 r (h + d) + 5 d K                                   rank r of beta, the second state, arXiv 2602.09075
+    *   2 h (2 h + 2 h Q / A) + 4 h (T + 1) / 2                     A query heads in Q groups over T tokens
+    -   6 h f                                                       gated, f wide
+
+Megatron-LM counts 7 d K for Mamba2's scan and no convolution. Nothing here depends on the layout.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def shapes_of(config: StageConfig) -> Shapes:
     groups = max(1, heads * model.ngroups // model.nheads)
     return Shapes(
         tokens=config.train.micro_batch_size * model.seq_length // parallel.cp,
-        documents=config.train.micro_batch_size * _DOCUMENTS,
+        documents=math.ceil(config.train.micro_batch_size * _DOCUMENTS / parallel.cp),
         stream=model.hidden_size // (tp if parallel.sequence_parallel else 1),
         hidden=model.hidden_size,
         inner=model.d_inner // tp,

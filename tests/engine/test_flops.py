@@ -25,6 +25,14 @@ def test_ssm_layer_is_its_weights_and_its_scan(pattern: str, states: int) -> Non
     assert forward_flops_per_token(config.model) == 2 * matrices + scan
 
 
+def test_attention_layer_is_its_weights_and_half_of_all_pairs() -> None:
+    config = tiny_stage(model={"pattern": "*"})
+    matrices = sum(p.numel() for p in build_model(config).parameters() if p.dim() == 2)
+    # Token t attends to t of them, forming a score and adding a value for each head's channels.
+    pairs = sum(range(1, config.model.seq_length + 1)) / config.model.seq_length
+    assert forward_flops_per_token(config.model) == 2 * matrices + 2 * 2 * config.model.hidden_size * pairs
+
+
 def test_whole_model_under_every_layout() -> None:
     layouts = [{"pattern": "MP*-PM"}, {"pattern": "MP*|-PM"}, {"pattern": "M|P*-PM"}]
     counts = {train_flops_per_token(tiny_stage(model=model).model) for model in layouts}

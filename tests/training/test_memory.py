@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import gc
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from helpers.live_memory import LiveMemory, as_on_a_gpu
 from helpers.stages import tiny_stage
+from helpers.step_memory import measured, stage
 
 from megatron_palimpsa import parallel
-from megatron_palimpsa.bench.batches import random_batch
-from megatron_palimpsa.config import StageConfig
-from megatron_palimpsa.engine.megatron import MegatronEngine
 from megatron_palimpsa.training import memory
 from megatron_palimpsa.training.memory import MemoryEstimate, estimate_memory
 
-MODEL = {
-    "pattern": "MMPM",
-    "hidden_size": 128,
-    "vocab_size": 400,
-    "seq_length": 1024,
-    "d_state": 64,
-    "headdim": 32,
-    "beta_rank": 16,
-    "ffn_hidden_size": 192,
-}
-TRAIN = {"precision": "bf16", "global_batch_tokens": 1024, "tokens": 102400}
 LARGE_VOCABULARY = {"pattern": "MM", "vocab_size": 4000, "seq_length": 256}
 CASES: dict[str, dict[str, Any]] = {
     "M and P": {},
@@ -44,43 +28,15 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def stage(case: dict[str, Any], world_size: int = 1) -> StageConfig:
-    model = MODEL | case.get("model", {})
-    train = TRAIN | {"global_batch_tokens": model["seq_length"]} | case.get("train", {})
-    return tiny_stage(world_size, model=model, train=train, parallel=case.get("parallel", {}))
-
-
-def measured(config: StageConfig) -> tuple[int, int]:
-    """Bytes between steps, and at the peak of a step whose moments are there already."""
-    with as_on_a_gpu(), LiveMemory() as live:
-        try:
-            parallel.initialize(config.parallel, config.seed)
-            engine = MegatronEngine(config)
-            for part in engine._optimizer.chained_optimizers:
-                for group in part.optimizer.param_groups:
-                    group["foreach"] = True
-            batch = replace(random_batch(config, seed=0), cu_seqlens=_documents(config))
-            for _ in range(2):
-                live.start_peak()
-                engine.train_step(iter([batch] * config.num_microbatches(1)), lambda loss, grad_norm: True)
-            gc.collect()
-            return live.live, live.peak
-        finally:
-            parallel.destroy()
-
-
-def _documents(config: StageConfig) -> torch.Tensor:
-    """As many as the estimate takes a sequence to have."""
-    length = config.model.seq_length
-    return torch.tensor([0, length // 4, length // 2, length], dtype=torch.int32)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts without a GPU what would be there")
 @pytest.mark.parametrize("case", CASES)
 def test_the_estimate_is_what_a_step_holds(monkeypatch, case):
     monkeypatch.setattr(memory, "WORKSPACE_BYTES", 0)
     config = stage(CASES[case])
-    between_steps, peak = measured(config)
+    try:
+        between_steps, peak = measured(config)
+    finally:
+        parallel.destroy()
     estimate = estimate_memory(config, 1)
     assert estimate.total - estimate.activations == pytest.approx(between_steps, rel=0.02)
     assert estimate.total == pytest.approx(peak, rel=0.03)
