@@ -3,6 +3,9 @@
 Training stops for the copy of each rank's share to host memory. A thread of each rank then writes the rank's file, and
 when all have, a thread of rank 0 writes the index and the manifest and publishes. Process groups are used by the main
 thread alone, at step boundaries: all ranks compare how far their threads are.
+
+Beside what it trains with a rank holds one copy of its share in host memory (kept for the next save) and one box of at
+most 64 MiB; not in the background, the box alone.
 """
 
 from __future__ import annotations

@@ -20,9 +20,11 @@ from helpers.stages import random_batch, tiny_stage
 from megatron_palimpsa import parallel
 from megatron_palimpsa.config import ParallelConfig
 from megatron_palimpsa.engine import optimizer_state
+from megatron_palimpsa.engine.boxes import Box
 from megatron_palimpsa.engine.megatron import MegatronEngine
 from megatron_palimpsa.training import checkpoint, checkpoint_saver
 from megatron_palimpsa.training.checkpoint import Checkpointer, CheckpointError
+from megatron_palimpsa.training.checkpoint_copy import HostCopy
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,6 +104,23 @@ def test_what_is_saved_is_of_the_step_and_not_of_those_since(
     take(again, 0, 2)
     path = checkpoint.save(tmp_path / "at once", 2, again, progress, keep=2)
     assert content(tmp_path / "background" / "step-2") == content(path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_copy_of_gpu_memory_is_page_locked_and_kept() -> None:
+    copy = HostCopy()
+    places = []
+    for seed in range(2):
+        value = torch.randn(1000, 300, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
+        box = Box("weight", (1000, 300), (0, 0), (1000, 300))
+        [(_, copied)] = copy.take([(box, value)])
+        assert copied.is_pinned()
+        assert torch.equal(copied, value.cpu())
+        places.append(copied.data_ptr())
+    assert places[0] == places[1]
+    copy.release()
+    copy.release()
 
 
 def test_a_save_completes_the_one_before_it(engine: MegatronEngine, tmp_path: Path) -> None:
