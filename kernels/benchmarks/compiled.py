@@ -26,6 +26,7 @@ from palimpsa_kernels.triton import (
     adjoint,
     conv,
     decay,
+    elementwise,
     incoming,
     norm,
     readout,
@@ -66,7 +67,7 @@ TYPES = {
     **dict.fromkeys(["dt", "logits", "value", "dvalue", "ddt", "dlogits", "z", "dz", "out"], "*bf16"),
     **dict.fromkeys(["table"], "*i64"),
     **dict.fromkeys(["starts", "counts", "first_chunks", "counter", "place", "document"], "*i32"),
-    **dict.fromkeys(["scale", "bound", "eps"], "fp32"),
+    **dict.fromkeys(["scale", "growth", "eps"], "fp32"),
 }
 INTEGERS = [
     "work",
@@ -80,7 +81,6 @@ INTEGERS = [
     "documents",
     "tokens",
     "splits",
-    "max_span",
     "D",
     "stride",
     "stride_q",
@@ -106,7 +106,7 @@ class Configuration:
 
 def configurations(target: str) -> dict[str, Configuration]:
     """As launched on the target for bf16 inputs of the 2.7B shape, H = 80, G = 1."""
-    block_k, block_v = adjoint.tile_of(K, V, TARGETS[target])
+    block_k, block_v = elementwise.tile_of(K, V, TARGETS[target])
     key_tile, key_tail = readout.key_tiles(K)
     value_tile = readout.ELEMENTS // triton.next_power_of_2(K)
     parts_k = triton.cdiv(K, block_k)
@@ -130,6 +130,14 @@ def configurations(target: str) -> dict[str, Configuration]:
     norming = norm.block_sizes(CHANNELS)
     norm_warps = norming.pop("num_warps")
     norming |= {"GATED": True, "GIVEN": False}
+
+    def adjoint_of(dense: bool) -> Configuration:
+        constants = {"K": K, "V": V, "BLOCK_K": block_k, "BLOCK_V": block_v, "HAS_INITIAL": False, "EXACT": False}
+        constants |= {"EVEN": True, "PRIOR_GRADIENT": False, "DENSE": dense, "DENSE_BLOCK": elementwise.DENSE_BLOCK}
+        constants |= {"STAGES": elementwise.STAGES, "WALK": elementwise.WALK}
+        constants |= {"BACK_STAGES": elementwise.DENSE_STAGES if dense else elementwise.STAGES}
+        return Configuration(adjoint.adjoint_kernel, constants, 1, parts, block_k * block_v // 32)
+
     return {
         "readout": Configuration(
             readout.readout_kernel,
@@ -139,20 +147,14 @@ def configurations(target: str) -> dict[str, Configuration]:
             shared,
             readout.ELEMENTS // 32,
         ),
-        "adjoint": Configuration(
-            adjoint.adjoint_kernel,
-            {"K": K, "V": V, "BLOCK_K": block_k, "BLOCK_V": block_v, "HAS_INITIAL": False, "EXACT": False, "EVEN": True}
-            | {"PRIOR_GRADIENT": False, "STAGES": adjoint.STAGES, "DENSE_STAGES": adjoint.DENSE_STAGES},
-            1,
-            shared | parts,
-            block_k * block_v // 32,
-        ),
+        "adjoint": adjoint_of(dense=False),
+        "adjoint, dense": adjoint_of(dense=True),
         "chunk states": Configuration(states.chunk_state_kernel, state_options | {"IMPORTANCE": True}, 8, {}),
         "pass states": Configuration(states.pass_states_kernel, passing | {"STATES": 2}, 4, {}),
         "pass adjoints": Configuration(states.pass_adjoints_kernel, passing | {"STATES": 2}, 4, {}),
         "spans": Configuration(
             decay.span_kernel,
-            {"BLOCK_H": 32, "GROUP": decay.GROUP, "FIRST_BOUND": decay.FIRST_BOUND} | {"FIRST_SPAN": decay.FIRST_SPAN},
+            {"BLOCK_H": 32, "GROUP": decay.GROUP},
             1,
             {},
         ),
@@ -268,7 +270,7 @@ def report(name: str, configuration: Configuration, target: str) -> dict[str, An
         loop = smallest_loop(code, configuration.loop_elements)
         entry["instructions_per_element"] = round(loop / configuration.loop_elements, 2)
     if configuration.kernel is adjoint.adjoint_kernel:
-        entry["tensor_cores"] = adjoint.layout_fits(compiled, configuration.constants["BLOCK_V"])
+        entry["tensor_cores"] = elementwise.layout_fits(compiled, configuration.constants["BLOCK_V"])
     return entry
 
 

@@ -2,23 +2,29 @@
 
 usage: python kernels/benchmarks/layers.py [--tokens 32768] [--rounds 7] [--kernels own mamba_ssm]
 
-Forward and backward in bf16 of the real layers (norm, mixer, residual in fp32) without embedding and head. The slices
-take turns, and medians are compared. `--kernels` are values of PALIMPSA_KERNELS: which SSD and convolution the layers
-run; the ratio that counts is that of the value with the fastest 8 M. Then follow peak memory and a profile of one step
-of each slice by part. Needs megatron_palimpsa with its dependencies (megatron-core, pydantic, pyyaml).
+Forward and backward in bf16 of the real layers (norm, mixer, residual in fp32) without embedding and head. Decays are
+as layers are initialised; in a third slice the P layer's rates A are divided by LONGER, as of the layers with the
+longest memory, which Palimpsa replaces. The slices take turns, and medians are compared. `--kernels` are values of
+PALIMPSA_KERNELS: which SSD and convolution the layers run; the ratio that counts is that of the value with the fastest
+8 M. Then follow peak memory and a profile of one step of each slice by part. Needs megatron_palimpsa with its
+dependencies (megatron-core, pydantic, pyyaml).
 """
 
 import argparse
 import importlib.util
+import math
 import os
 import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from bars import bar
 from measured import kernel_hash
+from palimpsa_kernels.activations import step_and_decay
 from palimpsa_kernels.dispatch import VARIABLE
 from timing import clear_gradients, peak_gib, times_ms
 from torch import Tensor, nn
@@ -28,7 +34,9 @@ from megatron_palimpsa.config import ParallelConfig, stage_from_dict
 from megatron_palimpsa.model import build_model
 from megatron_palimpsa.model.build import packed_sequence
 
-SLICES = {"8 M": "MMMMMMMM", "7 M + 1 P": "MMMPMMMM"}
+LONG = "7 M + 1 P, long memory"
+SLICES = {"8 M": "MMMMMMMM", "7 M + 1 P": "MMMPMMMM", LONG: "MMMPMMMM"}
+LONGER = 32
 LIMIT, AIM = 1.18, 1.08
 PARTS = {
     "gemm": r"gemm|cutlass|nvjet|cublas|xmma|_mm_|splitK",
@@ -53,6 +61,27 @@ def build_slice(pattern: str, tokens: int, sizes: dict[str, object]) -> nn.Modul
     decoder.post_layer_norm = False
     del decoder.final_norm
     return decoder
+
+
+def lengthen_memory(decoder: nn.Module) -> None:
+    """Divide the rates A of the layers with importance by LONGER."""
+    with torch.no_grad():
+        for layer in decoder.layers:
+            if layer.mixer.importance:
+                layer.mixer.A_log -= math.log(LONGER)
+
+
+def median_windows(decoder: nn.Module, hidden: Tensor) -> list[float]:
+    """Medians over heads and tokens of 1 / (1 - alpha), if `hidden` came to each layer with importance."""
+    windows = []
+    with torch.no_grad():
+        for layer in decoder.layers:
+            mixer = layer.mixer
+            if mixer.importance:
+                dt = F.linear(layer.norm(hidden), mixer.dt_weight)
+                _, log_alpha = step_and_decay(dt, mixer.dt_bias, mixer.A_log)
+                windows.append(float((-1 / torch.expm1(log_alpha)).flatten()[: 1 << 23].median()))
+    return windows
 
 
 def training_step(decoder: nn.Module, hidden: Tensor, adjoint: Tensor) -> Callable[[], None]:
@@ -106,24 +135,23 @@ def importable(setting: str) -> bool:
 def compare(tokens: int, rounds: int, settings: list[str], sizes: dict[str, object]) -> None:
     """Measure and print everything."""
     slices = {name: build_slice(pattern, tokens, sizes) for name, pattern in SLICES.items()}
-    config = next(iter(slices.values())).config
+    lengthen_memory(slices[LONG])
+    config: Any = next(iter(slices.values())).config
     generator = torch.Generator("cuda").manual_seed(0)
     shape = (tokens, 1, config.hidden_size)
     dtype = torch.float32 if config.fp32_residual_connection else torch.bfloat16
     hidden = torch.randn(shape, device="cuda", generator=generator).to(dtype).requires_grad_()
     adjoint = torch.randn(shape, device="cuda", generator=generator).to(dtype) / tokens
+    for name, decoder in slices.items():
+        for window in median_windows(decoder, hidden):
+            print(f"{name}: median window of the P layer {window:.0f} tokens", flush=True)
     steps = {name: training_step(decoder, hidden, adjoint) for name, decoder in slices.items()}
     runs = {(setting, name): with_kernels(setting, step) for setting in settings for name, step in steps.items()}
     taken = times_ms(list(runs.values()), budget_ms=0, least=rounds)
     medians = {key: statistics.median(times) for key, times in zip(runs, taken, strict=True)}
-    ratios = {}
-    for setting in settings:
-        ratios[setting] = medians[setting, "7 M + 1 P"] / medians[setting, "8 M"]
-        print(
-            f"{VARIABLE}={setting}: 8 M {medians[setting, '8 M']:.1f} ms, 7 M + 1 P "
-            f"{medians[setting, '7 M + 1 P']:.1f} ms, ratio {ratios[setting]:.3f}",
-            flush=True,
-        )
+    ratios = {key: median / medians[key[0], "8 M"] for key, median in medians.items()}
+    for (setting, name), median in medians.items():
+        print(f"{VARIABLE}={setting}: {name} {median:.1f} ms, ratio {ratios[setting, name]:.3f}", flush=True)
     fastest = min(settings, key=lambda setting: medians[setting, "8 M"])
     for name in slices:
         run = runs[fastest, name]
@@ -133,8 +161,9 @@ def compare(tokens: int, rounds: int, settings: list[str], sizes: dict[str, obje
         print("  " + ", ".join(f"{part} {ms:.1f} ms ({ms / whole:.0%})" for part, ms in sorted(parts.items())))
         for ms, kernel in longest:
             print(f"  {ms:8.2f} ms  {part_of(kernel):5s} {kernel[:90]}")
-    for limit, kind in ((LIMIT, ""), (AIM, " (aim)")):
-        print(bar(f"7 M + 1 P over 8 M, T = {tokens}, {fastest}{kind}", ratios[fastest], limit))
+    for name in list(slices)[1:]:
+        for limit, kind in ((LIMIT, ""), (AIM, " (aim)")):
+            print(bar(f"{name} over 8 M, T = {tokens}, {fastest}{kind}", ratios[fastest, name], limit))
 
 
 def main() -> None:

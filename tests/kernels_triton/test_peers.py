@@ -42,7 +42,8 @@ def test_scan(kernel: str, importance: bool, offsets: tuple[int, ...] | None, mo
     expected = results(mixing_definition, dtype=torch.float64)
     errors = mixing_errors(results(mixing_scan, device="cuda"), expected)
     rounding = mixing_errors(results(composed), expected)
-    wrong = {n: (e, rounding[n]) for n, e in errors.items() if not e <= max(5e-3, 1.5 * rounding[n])}
+    # dv and dbeta are rounded by halves of K before sums over tokens that cancel: twice the rounding of one.
+    wrong = {n: (e, rounding[n]) for n, e in errors.items() if not e <= max(5e-3, 2 * rounding[n])}
     assert not wrong, wrong
 
 

@@ -1,10 +1,11 @@
 """Decays inside of chunks, and the spans over which states can be held divided by their decay.
 
 The scans hold M_t / a_t, a_t the product of the alphas behind an anchor, which changes by one multiply-add a token and
-element; backwards it is undone by subtraction. Both lose accuracy as 1 / a_t grows. So each chunk and head is cut into
-spans, greedily: behind a span's first token, the anchor, the decay stays above exp(-bound). A chunk that would need
+element; backwards it is undone by subtraction. That rounds away what has grown over: of a state before growth by G,
+G * 2^-24 is lost. So each chunk and head is cut into spans, greedily, as long as tokens of equal size let
+M_t / a_t grow by at most a given factor from the span's first token on, its anchor. A chunk that would need
 more than one span for every GROUP tokens is dense: all its tokens are anchors, and backwards its states are computed
-anew, from every second one.
+anew.
 """
 
 from dataclasses import dataclass
@@ -18,8 +19,6 @@ from palimpsa_kernels.triton.chunks import Chunks
 from palimpsa_kernels.triton.primitives import chunk_bounds, chunk_document
 
 GROUP = 4
-# In a document's first chunk states still grow from little, which running them backwards would round away.
-FIRST_BOUND, FIRST_SPAN = 2.0, 16
 HEADS_PER_PROGRAM = 32
 
 
@@ -43,30 +42,33 @@ def chunk_decay_kernel(log_alpha, table, to_end, from_start, total, H, BLOCK_H: 
             tl.store(from_start + at, decay, mask=inside)
 
 
-@triton.jit(do_not_specialize=["bound", "max_span"])
+@triton.jit(do_not_specialize=["growth"])
 def span_kernel(
-    log_alpha, table, inv_a, rescale, starts, counts, H, bound, max_span, slots,
-    BLOCK_H: tl.constexpr, GROUP: tl.constexpr, FIRST_BOUND: tl.constexpr, FIRST_SPAN: tl.constexpr,
+    log_alpha, table, inv_a, rescale, starts, counts, H, growth, slots, BLOCK_H: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
     chunk = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = h < H
     start, end = chunk_bounds(table, chunk)
-    _document, first = chunk_document(table, chunk)
-    if first == 1:
-        bound = tl.minimum(bound, FIRST_BOUND)
-        max_span = tl.minimum(max_span, FIRST_SPAN)
     size = (end - start).to(tl.int32)
+    # A state's size if all tokens were equal, divided by a_t: at least what the chunk before adds to it.
+    weight = tl.zeros([BLOCK_H], tl.float32)
+    _document, first = chunk_document(table, chunk)
+    before, _end = chunk_bounds(table, tl.where(first == 0, chunk - 1, chunk))
+    for i in tl.range(0, (start - before).to(tl.int32), num_stages=4):
+        weight = 1.0 + weight * tl.exp(tl.load(log_alpha + (before + i) * H + h, mask=inside, other=0.0))
+    at_anchor = weight
     since_anchor = tl.zeros([BLOCK_H], tl.float32)
-    anchor = tl.zeros([BLOCK_H], tl.int32)
     count = tl.zeros([BLOCK_H], tl.int32)
     for i in tl.range(0, size, num_stages=4):
         at = (start + i) * H + h
         decay = since_anchor + tl.load(log_alpha + at, mask=inside, other=0.0)
-        new = (i == 0) | (decay < -bound) | (i - anchor >= max_span)
+        grown = weight + tl.exp(-decay)
+        new = (i == 0) | (grown > growth * at_anchor)
         tl.store(starts + (chunk * slots + count) * H + h, i, mask=inside & new & (count < slots))
         count += new.to(tl.int32)
-        anchor = tl.where(new, i, anchor)
+        at_anchor = tl.where(new, 1.0 + weight * tl.exp(decay), at_anchor)
+        weight = tl.where(new, at_anchor, grown)
         since_anchor = tl.where(new, 0.0, decay)
         tl.store(rescale + at, tl.where(new, tl.exp(decay), 2.0), mask=inside)
         tl.store(inv_a + at, tl.exp(-since_anchor), mask=inside)
@@ -110,8 +112,8 @@ def chunk_decays(log_alpha: Tensor, chunks: Chunks, *, from_start: Tensor | None
     return to_end, total
 
 
-def make_spans(log_alpha: Tensor, chunks: Chunks, bound: float, max_span: int) -> Spans:
-    """Cut every chunk of every head into spans of at most `max_span` tokens and a log-decay of `bound`."""
+def make_spans(log_alpha: Tensor, chunks: Chunks, growth: float) -> Spans:
+    """Cut every chunk of every head into spans over which a state, divided by its decay, grows by `growth` at most."""
     heads = log_alpha.shape[2]
     inv_a, rescale = torch.empty_like(log_alpha), torch.empty_like(log_alpha)
     slots = triton.cdiv(chunks.size, GROUP)
@@ -119,7 +121,7 @@ def make_spans(log_alpha: Tensor, chunks: Chunks, bound: float, max_span: int) -
     counts = torch.empty(chunks.places, heads, device=log_alpha.device, dtype=torch.int32)
     grid = (chunks.places, triton.cdiv(heads, HEADS_PER_PROGRAM))
     span_kernel[grid](
-        log_alpha, chunks.table, inv_a, rescale, starts, counts, heads, bound, max_span, slots,
-        BLOCK_H=HEADS_PER_PROGRAM, GROUP=GROUP, FIRST_BOUND=FIRST_BOUND, FIRST_SPAN=FIRST_SPAN, num_warps=1,
+        log_alpha, chunks.table, inv_a, rescale, starts, counts, heads, growth, slots,
+        BLOCK_H=HEADS_PER_PROGRAM, GROUP=GROUP, num_warps=1,
     )  # fmt: skip
     return Spans(inv_a, rescale, starts, counts)

@@ -10,16 +10,16 @@ import torch
 import triton
 from torch import Tensor
 
-from palimpsa_kernels.triton.adjoint import elementwise_gradients
 from palimpsa_kernels.triton.chunks import make_chunks
 from palimpsa_kernels.triton.decay import chunk_decays, make_spans
+from palimpsa_kernels.triton.elementwise import elementwise_gradients
 from palimpsa_kernels.triton.incoming import add_incoming, decay_gradient
 from palimpsa_kernels.triton.readout import readout
 from palimpsa_kernels.triton.states import chunk_states, pass_adjoints, pass_states, to_internal, to_public
 from palimpsa_kernels.triton.tiles import pack_query_key
 
-SPAN_BOUNDS = {torch.float32: (2.0, 16)}  # log-decay and tokens over which a state is run backwards
-DEFAULT_SPAN_BOUND = (4.0, 128)
+SPAN_GROWTH = {torch.float32: 64.0}  # of a state that is run backwards, see `decay`
+DEFAULT_SPAN_GROWTH = 1024.0
 MAX_SPLITS = 4
 MAX_CHUNK = 1024  # offsets inside of a chunk are 32 bits wide
 
@@ -58,7 +58,7 @@ class ChunkPalimpsa(torch.autograd.Function):
         to_end, total = chunk_decays(log_alpha, chunks)
         states = chunk_states(k, v, beta, to_end, chunks)
         pass_states(states, total, chunks, initial, final)
-        spans = make_spans(log_alpha, chunks, *SPAN_BOUNDS.get(q.dtype, DEFAULT_SPAN_BOUND))
+        spans = make_spans(log_alpha, chunks, SPAN_GROWTH.get(q.dtype, DEFAULT_SPAN_GROWTH))
         y = (torch.empty if cu_seqlens is None else torch.zeros)(v.shape, device=v.device, dtype=v.dtype)
         readout(pack_query_key(q, k, scale), v, beta, log_alpha, spans, prior, states, initial, chunks, y)
 
@@ -79,7 +79,7 @@ class ChunkPalimpsa(torch.autograd.Function):
             final_adjoint = to_internal(tuple(states.new_zeros(shape) if g is None else g for g in grads[1:3]))
 
         to_end, total = chunk_decays(log_alpha, chunks)
-        spans = make_spans(log_alpha, chunks, *SPAN_BOUNDS.get(q.dtype, DEFAULT_SPAN_BOUND))
+        spans = make_spans(log_alpha, chunks, SPAN_GROWTH.get(q.dtype, DEFAULT_SPAN_GROWTH))
         splits = min(MAX_SPLITS, v.shape[2] // groups)
         dk_parts = states.new_zeros(1 + 2 * splits, batch, tokens, groups, key_dim)
         own = elementwise_gradients(
