@@ -56,7 +56,8 @@ def arguments(config: StageConfig, *extra: str) -> list[str]:
         # The null tokenizer adds an id of its own.
         "vocab-size": model.vocab_size - 1,
         "tokenizer-type": "NullTokenizer",
-        "make-vocab-size-divisible-by": model.vocab_multiple,
+        # Megatron pads to a multiple of this times the tensor-parallel size.
+        "make-vocab-size-divisible-by": model.vocab_multiple // layout.tp,
         "tensor-model-parallel-size": layout.tp,
         "pipeline-model-parallel-size": layout.pp,
         "micro-batch-size": train.micro_batch_size,

@@ -1,7 +1,7 @@
 """On GPUs: Megatron-LM's loop in bf16 with its kernels and NCCL, against this package's trainer on as many ranks.
 
 Also a script, for machines with only torch, triton, numpy and what is carried along:
-`python tests/megatron_lm/test_gpu.py` with the repository's roots and tests/ on PYTHONPATH prints both runs' numbers.
+`python tests/megatron_lm/test_gpu.py [TP]`, with the roots of the packages and tests/ on PYTHONPATH, prints both runs.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def within_bound(row: tuple[float, float, float, float]) -> bool:
 
 def main() -> int:
     failed = False
-    for tp in (size for size in (1, 2) if size <= torch.cuda.device_count()):
+    sizes = [int(word) for word in sys.argv[1:]] or [1, 2]
+    for tp in (size for size in sizes if size <= torch.cuda.device_count()):
         print(f"tp {tp}: step, Megatron-LM's loss, the trainer's, Megatron-LM's gradient norm, the trainer's")
         rows: list[Any] = on_ranks(tp)
         for number, row in enumerate(rows, start=1):
