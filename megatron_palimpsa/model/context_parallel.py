@@ -150,7 +150,9 @@ class Exchange:
         part = self._part
         kinds = 1 if importance is None else 2
         if part.open_from is None:
-            mine = dt.new_zeros(kinds * x.shape[2] * x.shape[3] * k.shape[-1] + x.shape[2], dtype=torch.float32)
+            size = kinds * x.shape[2] * x.shape[3] * k.shape[-1] + x.shape[2]
+            # Needs a gradient where the other ranks' need one: the all-gather has a collective backward too.
+            mine = keep_in_graph(dt.new_zeros(size, dtype=torch.float32), heads.dt_bias)
         else:
             k, x, dt = (t[0, part.open_from :] for t in (k, x, dt))
             if importance is not None:

@@ -85,7 +85,14 @@ def test_loaded_under_any_layout_it_goes_on_as_the_saver(saver: str, four_proces
 
 @pytest.mark.parametrize(
     ("layout", "precision"),
-    [("tp2-sp", "fp32"), ("dp2-distopt", "bf16"), ("dp2", "bf16"), ("pp2", "bf16"), ("pp2-vpp2", "fp32")],
+    [
+        ("tp2-sp", "fp32"),
+        ("dp2-distopt", "bf16"),
+        ("dp2", "bf16"),
+        ("pp2", "bf16"),
+        ("pp2-vpp2", "fp32"),
+        ("cp2-distopt", "bf16"),
+    ],
 )
 def test_same_layout_goes_on_bit_for_bit(layout: str, precision: str, four_processes: Workers, tmp_path: Path) -> None:
     config = stage(LAYOUTS[layout], train={"precision": precision})

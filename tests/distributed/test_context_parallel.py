@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import context_ranks
-from helpers.workers import Workers
+from helpers.workers import FirstWorkers, Workers
 
 from megatron_palimpsa import parallel
 from megatron_palimpsa.config import ParallelConfig
+from megatron_palimpsa.model.build import packed_sequence
+from megatron_palimpsa.model.context_parallel import crossed_part
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +41,26 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parts_compute_what_the_whole_row_does(layout: str, four_processes: Workers, folder: Path) -> None:
     four_processes.run(context_ranks.compare_rows, folder, *LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_benchmark_finds_both_ways_right_and_times_them(groups: int, two_processes: FirstWorkers) -> None:
+    records = two_processes.run(context_ranks.benchmark_records, groups)[0]
+    assert [record["way"] for record in records] == ["states", "heads", "apart", "one rank"] * 2
+    for record in records:
+        assert record["ranks"] == 2
+        assert (record["error"] is not None) == (record["way"] in ("states", "heads"))
+        assert record["error"] is None or record["error"] < 1e-5
+        assert record["forward_backward_ms"] > 0
+
+
+class _TwoRanks:
+    def size(self) -> int:
+        return 2
+
+
+def test_whole_rows_are_refused_where_parts_are_expected() -> None:
+    packed = packed_sequence(torch.tensor([0, 32], dtype=torch.int32))
+    for given in (None, packed):
+        with pytest.raises(ValueError, match=r"context parallelism over 2 ranks takes parts of packed rows"):
+            crossed_part(given, _TwoRanks())  # type: ignore[arg-type]

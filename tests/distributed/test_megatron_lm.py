@@ -42,9 +42,7 @@ def test_fp32_residual_goes_through_a_bf16_pipeline(two_processes: Workers) -> N
 
 def compare(precision: str, layout: dict[str, Any], workers: Workers, tolerance: float) -> None:
     expected = trainers_steps(stage(precision, 1, {}))
-    for rank, (losses, norms) in enumerate(
-        workers.run(megatron_lm.losses_and_norms, stage(precision, 2, layout))
-    ):
+    for rank, (losses, norms) in enumerate(workers.run(megatron_lm.losses_and_norms, stage(precision, 2, layout))):
         assert len(norms) == STEPS
         for loss, norm, step in zip(losses, norms, expected, strict=True):
             # Only the last pipeline stage knows losses.

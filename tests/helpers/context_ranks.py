@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from helpers.layouts import summed_gradient
 from helpers.models import randomise
 from helpers.stages import tiny_stage
 from megatron_palimpsa import parallel
-from megatron_palimpsa.config import StageConfig
+from megatron_palimpsa.config import ParallelConfig, StageConfig
 from megatron_palimpsa.model import build_model, forward_loss, memory_statistics
 from megatron_palimpsa.model.naming import global_parameters
 from megatron_palimpsa.model.tensor_parallel import local_share
@@ -126,3 +127,21 @@ def _compare_row(model: HybridModel, name: str, whole: Batch, expected: dict[str
         assert error < (1e-5 if tp.size() == 1 else 5e-5), f"{name}: {key}: {error}"
     for layer, values in memory_statistics(model, batch).items():
         assert values == pytest.approx(expected["memory"][str(layer)], rel=1e-4), name
+
+
+def benchmark_records(groups: int) -> list[dict[str, Any]]:
+    """What kernels/benchmarks/context_parallel.py finds of a tiny shape on the CPU, one round each."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels" / "benchmarks"))
+    import context_parallel
+    from shapes import Shape
+
+    parallel.initialize(ParallelConfig(cp=dist.get_world_size()), seed=1)
+    try:
+        shape = Shape(batch=1, heads=8, groups=groups, key_dim=8, value_dim=4)
+        device = torch.device("cpu")
+        return [
+            *context_parallel.compare(shape, 96, documents=1, importance=True, rounds=1, device=device),
+            *context_parallel.compare(shape, 96, documents=5, importance=False, rounds=1, device=device),
+        ]
+    finally:
+        parallel_state.destroy_model_parallel()
