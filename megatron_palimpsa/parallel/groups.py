@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from datetime import timedelta
 
 import torch
@@ -69,3 +70,5 @@ def destroy() -> None:
         parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+        # What is left of an engine are cycles that hold its groups, and with them tens of threads of gloo's.
+        gc.collect()

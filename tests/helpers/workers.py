@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -123,6 +124,8 @@ def _context() -> BaseContext:
 
 
 def _serve(rank: int, connection: Connection) -> None:
+    # What is imported stays: leaving a group need not look through it for garbage.
+    gc.freeze()
     torch.set_num_threads(1)
     os.environ["LOCAL_RANK"] = str(rank)
     while True:

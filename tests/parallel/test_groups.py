@@ -1,3 +1,4 @@
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,3 +50,18 @@ def test_world_size_is_torchruns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert launcher.rank() == 7
     assert launcher.world_size() == 8
+
+
+def test_threads_of_groups_held_by_garbage_end_with_them() -> None:
+    process = psutil.Process()
+    parallel.initialize(ParallelConfig(), seed=1)
+    parallel.destroy()
+    before = process.num_threads()
+    parallel.initialize(ParallelConfig(), seed=1)
+    # As an engine does: its parts refer to each other and to the groups.
+    cycle: list[object] = [parallel_state.get_tensor_model_parallel_group()]
+    cycle.append(cycle)
+    assert process.num_threads() > before
+    del cycle
+    parallel.destroy()
+    assert process.num_threads() == before
