@@ -19,6 +19,7 @@ _CHUNK, _SPLITS = 128, 4
 _TILE_K, _TILE_V = 64, 16
 _PARTS_BYTES = 2**30
 _PROGRAMS = 8 * 132
+_DENSE_SLOTS = 8  # of a program's scratch, beside one for each span that a chunk may have
 
 _DOCUMENTS = 3  # borders inside of a sequence, about: each makes the chunks one more
 
@@ -187,7 +188,7 @@ def _palimpsa_backward(n: Shapes) -> int:
     row_bytes = 2 * chunk * n.heads * parts_v * n.d_state * n.size
     at_once = max(1, min(chunks, _PARTS_BYTES // row_bytes))
     programs = min(at_once * n.heads * parts_k * parts_v, _PROGRAMS)
-    scratch = 4 * programs * (chunk // 2) * 2 * _TILE_K * _TILE_V
+    scratch = 4 * programs * (_DENSE_SLOTS + chunk // 4) * 2 * _TILE_K * _TILE_V
     # The gradients to z and y, v and beta; dv and dbeta in parts; dq; dk in parts and as sums; q beside k in fp32.
     each = n.size * (4 * n.inner + 2 * parts_k * n.inner + n.keys) + 4 * (1 + 2 * splits) * n.keys + 8 * n.keys
     # log_alpha and its sums, the spans, and its gradient in parts.

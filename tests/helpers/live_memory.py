@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 from palimpsa_kernels import dispatch, norm
-from palimpsa_kernels.triton import adjoint
+from palimpsa_kernels.triton import elementwise
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
@@ -72,7 +72,7 @@ def as_on_a_gpu() -> Iterator[None]:
     with (
         mock.patch.object(dispatch, "own_triton", own_triton),
         mock.patch.object(norm, "own_triton", own_triton),
-        mock.patch.object(adjoint, "processors", _processors),
+        mock.patch.object(elementwise, "processors", _processors),
         # No Mock, which would keep the launches' tensors.
         mock.patch.object(InterpretedFunction, "run", _launch_nothing),
     ):
