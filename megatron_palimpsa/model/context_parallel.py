@@ -24,14 +24,10 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from palimpsa_kernels import HeadParameters, Importance, mixing_scan
-from palimpsa_kernels.activations import likelihood_precision, step_and_decay, weighted_value
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron_palimpsa.model.end_states import end_states
 from megatron_palimpsa.training.batch import RowPart
-
-BLOCK_TOKENS = 2048
-"""Tokens whose float32 copies exist at a time while their states are summed."""
 
 
 @dataclass
@@ -212,87 +208,3 @@ def _scan_from(
     )  # fmt: skip
     final = tuple(torch.cat(pair) for pair in zip(final_first, final_rest, strict=True))
     return torch.cat([first, rest], dim=1), final
-
-
-def end_states(
-    k: Tensor, x: Tensor, dt: Tensor, heads: HeadParameters, importance: Importance | None
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """What tokens add to the states behind them, and their decay; differentiable.
-
-        M = sum_t exp(sum_{s > t} log_alpha_s) outer(v_t, k_t), Ibar likewise of beta_t and k_t ** 2
-
-    Only the inputs are kept for backward. States are summed in float32 by plain PyTorch: bf16 operands would round
-    what the whole part before a rank has to say.
-
-    Args:
-        k: [T, G, K].
-        x: [T, H, V].
-        dt: [T, H] before bias and softplus.
-        importance: its logits [T, H, V].
-
-    Returns:
-        (M,) or (M, Ibar), each [H, V, K] fp32, and exp(sum_t log_alpha_t) [H] fp32.
-    """
-    step, log_alpha = step_and_decay(dt, heads.dt_bias, heads.A_log)
-    # From each token on: near the end, where the sum matters, it is as exact as its terms.
-    onwards = log_alpha.double().flip(0).cumsum(0).flip(0)
-    behind = (onwards - log_alpha).float()
-    per_token = [k, x, step, behind]
-    b_scale = None
-    if importance is not None:
-        per_token.append(importance.logits)
-        b_scale = importance.b_scale
-    return _AddedStates.apply(b_scale, *per_token).unbind(), onwards[0].float().exp()
-
-
-class _AddedStates(torch.autograd.Function):
-    """`_added` of any number of tokens; a block's float32 copies are formed again for its backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, b_scale: Tensor | None, *per_token: Tensor) -> Tensor:
-        ctx.save_for_backward(b_scale, *per_token)
-        first, *others = zip(*(t.split(BLOCK_TOKENS) for t in per_token), strict=True)
-        total = _added(b_scale, *first)
-        for block in others:
-            total += _added(b_scale, *block)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        b_scale, *per_token = ctx.saved_tensors
-        gradients = [torch.empty_like(t) for t in per_token]
-        of_scale = None if b_scale is None else torch.zeros_like(b_scale)
-        scale = None if b_scale is None else b_scale.detach().requires_grad_()
-        for start in range(0, len(per_token[0]), BLOCK_TOKENS):
-            tokens = slice(start, start + BLOCK_TOKENS)
-            block = [t[tokens].detach().requires_grad_() for t in per_token]
-            with torch.enable_grad():
-                added = _added(scale, *block)
-            *of_block, last = torch.autograd.grad(added, [*block, *([] if scale is None else [scale])], grads[0])
-            if of_scale is None:
-                of_block.append(last)
-            else:
-                of_scale += last
-            for gradient, part in zip(gradients, of_block, strict=True):
-                gradient[tokens] = part
-        return of_scale, *gradients
-
-
-def _added(
-    b_scale: Tensor | None, k: Tensor, x: Tensor, step: Tensor, behind: Tensor, logits: Tensor | None = None
-) -> Tensor:
-    """What tokens add to the states, [kinds, H, V, K]; step and the log of the decay behind each token are [T, H]."""
-    decay = behind.exp().unsqueeze(-1)
-    key = k.float()
-    states = [_outer(weighted_value(x, step).float() * decay, key)]
-    if logits is not None and b_scale is not None:
-        states.append(_outer(likelihood_precision(logits, b_scale, step).float() * decay, key.square()))
-    return torch.stack(states)
-
-
-def _outer(value: Tensor, key: Tensor) -> Tensor:
-    """Sum over tokens of outer(value_t, key_t): [T, H, V], [T, G, K] -> [H, V, K]."""
-    groups = key.shape[1]
-    by_group = value.unflatten(1, (groups, -1)).flatten(2)
-    return (by_group.permute(1, 2, 0) @ key.transpose(0, 1)).unflatten(1, (-1, value.shape[2])).flatten(0, 1)
