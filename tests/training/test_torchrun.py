@@ -15,7 +15,7 @@ from megatron_palimpsa.training.run_folder import RunFolder
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {}], ids=["tp2", "pp2", "dp2"])
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"cp": 2}, {}], ids=["tp2", "pp2", "cp2", "dp2"])
 def test_signal_to_one_rank_then_one_process_goes_on(tmp_path, tiny_data, layout):
     path = write_stage(tmp_path, tiny_data, parallel=layout, train={"tokens": 500 * 64, "eval_interval": 500})
     folder = RunFolder(tmp_path / "runs" / "stage")
@@ -27,7 +27,8 @@ def test_signal_to_one_rank_then_one_process_goes_on(tmp_path, tiny_data, layout
     # torchrun's own summary names each rank's exit code.
     assert set(re.findall(r"exitcode *: (-?\d+)", err)) == {str(int(ExitCode.SAVED_AND_STOPPED))}
     step = int((folder.checkpoints / "latest").read_text().removeprefix("step-"))
-    alone = run("train", path, "parallel.tp=1", "parallel.pp=1", f"train.stop_at_step={step + 2}")
+    one = ("parallel.tp=1", "parallel.pp=1", "parallel.cp=1")
+    alone = run("train", path, *one, f"train.stop_at_step={step + 2}")
     assert alone.returncode == ExitCode.SAVED_AND_STOPPED, alone.stderr
     records = read_records(folder.metrics)
     assert [record["step"] for record in records if record["kind"] == "resume"] == [step]
