@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_palimpsa.config import LAYER_SYMBOLS, ConfigError, ModelConfig
-from megatron_palimpsa.model.mixer import MixerOptions
+from megatron_palimpsa.model.mixer_parts import MixerOptions
 
 SPEC = ["megatron_palimpsa.megatron_lm.spec", "stack_spec"]
 

@@ -12,7 +12,7 @@ from megatron.training import get_args
 
 from megatron_palimpsa.megatron_lm.arguments import mixer_options, model_config
 from megatron_palimpsa.megatron_lm.preparation import prepare
-from megatron_palimpsa.model.mixer import MixerOptions
+from megatron_palimpsa.model.mixer_parts import MixerOptions
 from megatron_palimpsa.model.naming import global_stack_parameters
 from megatron_palimpsa.model.spec import hybrid_stack_spec
 from megatron_palimpsa.model.stack import PalimpsaStack

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron_palimpsa.config import ConfigError, ModelConfig, StageConfig
 from megatron_palimpsa.model.context_parallel import PackedRow
 from megatron_palimpsa.model.loss import ChunkedLossModel
-from megatron_palimpsa.model.mixer import MixerOptions
+from megatron_palimpsa.model.mixer_parts import MixerOptions
 from megatron_palimpsa.model.spec import hybrid_stack_spec
 from megatron_palimpsa.model.weights import initialize_weights
 from megatron_palimpsa.parallel import cpu

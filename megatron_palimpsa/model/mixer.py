@@ -12,7 +12,6 @@ of beta's first projection, whose output all heads share.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -45,47 +44,11 @@ from palimpsa_kernels.activations import add_skip, likelihood_precision, step_an
 from torch import Tensor
 
 from megatron_palimpsa.model.context_parallel import Exchange, crossed_part
+from megatron_palimpsa.model.mixer_parts import MixerOptions, MixerState, Projected
 from megatron_palimpsa.model.norm import GatedRMSNorm
 from megatron_palimpsa.model.recompute import droppable
 from megatron_palimpsa.model.recorder import MemoryRecorder
 from megatron_palimpsa.model.tensor_parallel import make_parameter
-
-
-@dataclass(frozen=True)
-class MixerOptions:
-    """What the mixer needs beyond Megatron's own mamba_* settings."""
-
-    d_conv: int = 4
-    norm_groups: int | None = None
-    """Groups of the gated norm over all channels; None: as many as B and C have."""
-    beta_rank: int = 128
-    train_prior: bool = False
-
-
-@dataclass(frozen=True)
-class Projected:
-    """A row's projections before the convolution."""
-
-    x: Tensor
-    """[B, T, H * V]"""
-    bc: Tensor
-    """B beside C, [B, T, 2 * G * K]"""
-    dt: Tensor
-    """[B, T, H] before bias and softplus"""
-    beta_low: Tensor | None
-    """[B, T, beta_rank]; None without importance"""
-
-
-@dataclass(frozen=True)
-class MixerState:
-    """What decoding keeps of the tokens so far: the inputs in reach of the convolutions and the matrix states."""
-
-    conv_x: Tensor
-    """[B, H * V, d_conv - 1]"""
-    conv_bc: Tensor
-    """[B, 2 * G * K, d_conv - 1]"""
-    memory: tuple[Tensor, ...]
-    """(M,), or (M, Ibar) with importance: each [B, H, V, K] fp32."""
 
 
 class Mixer(MegatronModule):

@@ -16,7 +16,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_palimpsa.model.attention import CoreAttention
-from megatron_palimpsa.model.mixer import MixerOptions
+from megatron_palimpsa.model.mixer_parts import MixerOptions
 from megatron_palimpsa.model.norm import RMSNorm
 from megatron_palimpsa.model.stack import MixerLayer, PalimpsaStack
 

@@ -13,7 +13,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from megatron_palimpsa.model.mixer import Mixer, MixerOptions
+from megatron_palimpsa.model.mixer import Mixer
+from megatron_palimpsa.model.mixer_parts import MixerOptions
 from megatron_palimpsa.model.norm import RMSNorm
 from megatron_palimpsa.model.recompute import dropping
 
