@@ -2,10 +2,9 @@
 
 Runs by itself on a machine without the rest of the project's dependencies:
 
-    PYTHONPATH=.:kernels:tests python -m pytest --noconftest -c /dev/null -p no:cacheprovider \
-        -rP tests/distributed/test_gpu_layouts.py
+    PYTHONPATH=.:kernels:tests python -m pytest --noconftest -c /dev/null -vs tests/distributed/test_gpu_layouts.py
 
-`-rP` shows how far each layout was off.
+`-s` shows how far each layout was off.
 """
 
 from __future__ import annotations

@@ -36,10 +36,11 @@ FP32 = Deviations(loss=1e-5, grad_norm=1e-5, gradient=1e-5, weight=2e-4, token_l
 def assert_same_function(runs: list[Run], expected: Run, tp: int, bounds: Deviations) -> None:
     """Compare all ranks' runs with that of one process; copies of a parameter have to be equal to the bit."""
     for run in runs:
-        assert run.steps == runs[0].steps
-        assert run.evaluation.equal(runs[0].evaluation)
+        assert run.steps == runs[0].steps, "ranks report different steps"
+        assert run.evaluation.equal(runs[0].evaluation), "ranks evaluate differently"
         assert run.learning_rates == expected.learning_rates
-        assert [step.tokens for step in run.steps] == [step.tokens for step in expected.steps]
+        tokens = [step.tokens for step in run.steps]
+        assert tokens == [step.tokens for step in expected.steps], f"{tokens} tokens with a loss"
         assert (run.parameters, run.flops_per_token) == (expected.parameters, expected.flops_per_token)
     gradients = unsplit([run.gradients for run in runs], tp)
     weights = unsplit([run.weights for run in runs], tp)
@@ -60,7 +61,7 @@ def assert_same_function(runs: list[Run], expected: Run, tp: int, bounds: Deviat
         weight=max((weight - expected.weights[name].value).abs().max().item() for name, weight in weights.items()),
         token_loss=(runs[0].evaluation - expected.evaluation).abs().max().item(),
     )
-    # pytest shows it with -rP.
+    # pytest shows it with -s.
     print(seen)
     wrong = [f"gradient of {name}: {error:.1e}" for name, error in errors.items() if not error <= bounds.gradient]
     for kind, bound in vars(bounds).items():
