@@ -62,7 +62,7 @@ def assert_same_function(runs: list[Run], expected: Run, tp: int, bounds: Deviat
         token_loss=(runs[0].evaluation - expected.evaluation).abs().max().item(),
     )
     # pytest shows it with -s.
-    print(seen)
+    print(" ".join(f"{kind} {value:.1e}" for kind, value in vars(seen).items()))
     wrong = [f"gradient of {name}: {error:.1e}" for name, error in errors.items() if not error <= bounds.gradient]
     for kind, bound in vars(bounds).items():
         if not getattr(seen, kind) <= bound:
