@@ -66,7 +66,7 @@ TYPES = {
     ),
     **dict.fromkeys(["dt", "logits", "value", "dvalue", "ddt", "dlogits", "z", "dz", "out"], "*bf16"),
     **dict.fromkeys(["table"], "*i64"),
-    **dict.fromkeys(["starts", "counts", "first_chunks", "counter", "place", "document"], "*i32"),
+    **dict.fromkeys(["starts", "counts", "any_dense", "first_chunks", "counter", "place", "document"], "*i32"),
     **dict.fromkeys(["scale", "growth", "eps"], "fp32"),
 }
 INTEGERS = [
@@ -134,8 +134,7 @@ def configurations(target: str) -> dict[str, Configuration]:
     def adjoint_of(dense: bool) -> Configuration:
         constants = {"K": K, "V": V, "BLOCK_K": block_k, "BLOCK_V": block_v, "HAS_INITIAL": False, "EXACT": False}
         constants |= {"EVEN": True, "PRIOR_GRADIENT": False, "DENSE": dense, "DENSE_BLOCK": elementwise.DENSE_BLOCK}
-        constants |= {"STAGES": elementwise.STAGES, "WALK": elementwise.WALK}
-        constants |= {"BACK_STAGES": elementwise.DENSE_STAGES if dense else elementwise.STAGES}
+        constants |= {"STAGES": elementwise.DENSE_STAGES if dense else elementwise.STAGES, "WALK": elementwise.WALK}
         return Configuration(adjoint.adjoint_kernel, constants, 1, parts, block_k * block_v // 32)
 
     return {

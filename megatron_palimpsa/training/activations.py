@@ -186,7 +186,7 @@ def _palimpsa_backward(n: Shapes) -> int:
     chunks = _chunks(n, chunk)
     adjoints = 8 * chunks * n.inner * n.d_state
     row_bytes = 2 * chunk * n.heads * parts_v * n.d_state * n.size
-    at_once = max(1, min(chunks, _PARTS_BYTES // row_bytes))
+    at_once = math.ceil(chunks / max(1, round(chunks * row_bytes / _PARTS_BYTES)))
     programs = min(at_once * n.heads * parts_k * parts_v, _PROGRAMS)
     scratch = 4 * programs * (_DENSE_SLOTS + chunk // 4) * 2 * _TILE_K * _TILE_V
     # The gradients to z and y, v and beta; dv and dbeta in parts; dq; dk in parts and as sums; q beside k in fp32.

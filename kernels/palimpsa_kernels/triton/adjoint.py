@@ -28,13 +28,13 @@ from palimpsa_kernels.triton.waypoints import fill_waypoints
 
 @triton.jit(do_not_specialize=["work", "first_chunk"])
 def adjoint_kernel(
-    qk, k, v, beta, dy, log_alpha, inv_a, rescale, starts, counts, table, states, initial, prior,
+    qk, k, v, beta, dy, log_alpha, inv_a, rescale, starts, counts, any_dense, table, states, initial, prior,
     row_parts, dv_parts, dbeta_parts, dlog_alpha_parts, dprior_parts, adjoints, scratch,
     counter, work, first_chunk, size, slots, span_slots, H, heads_per_group,
     stride_qk, stride_k, stride_v, stride_beta, stride_dy,
     K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     HAS_INITIAL: tl.constexpr, PRIOR_GRADIENT: tl.constexpr, EXACT: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr, BACK_STAGES: tl.constexpr, WALK: tl.constexpr,
+    STAGES: tl.constexpr, WALK: tl.constexpr,
     DENSE: tl.constexpr, DENSE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     PARTS_K: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -55,6 +55,8 @@ def adjoint_kernel(
     copy = tl.arange(0, COPIES)[:, None, None]
     within = tl.arange(0, LANES)[None, :, None] * 2 * ROWS + copy * ROWS + tl.arange(0, ROWS)[None, None, :]
     state_size = H * K * V
+    if DENSE:
+        work *= tl.load(any_dense)
     item = tl.atomic_add(counter, 1)
     while item < work:
         part = item % PARTS
@@ -120,7 +122,7 @@ def adjoint_kernel(
                     else:
                         mean = tl.load(own_waypoints + place * 2 * TILE)
                         importance = tl.load(own_waypoints + place * 2 * TILE + TILE)
-                    for pair in tl.range(0, (block_end - block_start + 1) // 2, num_stages=STAGES):
+                    for pair in tl.range(0, (block_end - block_start + 1) // 2, num_stages=1):
                         for second in tl.static_range(2):
                             # Behind a last odd token the states are not used.
                             i = tl.minimum(block_start + 2 * pair + second, block_end - 1)
@@ -135,7 +137,7 @@ def adjoint_kernel(
                                 tl.store(own + pair * 2 * TILE + TILE, importance)
                             mean += key[:, None] * value[None, :]
                             importance += (key * key)[:, None] * precision[None, :]
-                    for step in tl.range(0, block_end - block_start, num_stages=BACK_STAGES):
+                    for step in tl.range(0, block_end - block_start, num_stages=STAGES):
                         i = block_end - 1 - step
                         slot = own + (i - block_start) // 2 * 2 * TILE
                         mean = tl.load(slot)
@@ -177,7 +179,7 @@ def adjoint_kernel(
                 for n in range(0, spans):
                     place = spans - 1 - n
                     span_start = tl.load(span_starts + place * H)
-                    for step in tl.range(0, span_end - span_start, num_stages=BACK_STAGES):
+                    for step in tl.range(0, span_end - span_start, num_stages=STAGES):
                         i = span_end - 1 - step
                         inverse = tl.load(inv_a + scalar_at + i * H)
                         query, key = load_query_key(pair_at + i * stride_qk, pair_mask, BLOCK_K, BLOCK_V, EVEN)

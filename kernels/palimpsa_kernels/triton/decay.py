@@ -44,7 +44,8 @@ def chunk_decay_kernel(log_alpha, table, to_end, from_start, total, H, BLOCK_H: 
 
 @triton.jit(do_not_specialize=["growth"])
 def span_kernel(
-    log_alpha, table, inv_a, rescale, starts, counts, H, growth, slots, BLOCK_H: tl.constexpr, GROUP: tl.constexpr
+    log_alpha, table, inv_a, rescale, starts, counts, any_dense, H, growth, slots,
+    BLOCK_H: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -73,7 +74,9 @@ def span_kernel(
         tl.store(rescale + at, tl.where(new, tl.exp(decay), 2.0), mask=inside)
         tl.store(inv_a + at, tl.exp(-since_anchor), mask=inside)
     # 0 stands for a dense chunk.
-    tl.store(counts + chunk * H + h, tl.where(count * GROUP > size, 0, count), mask=inside)
+    dense = count * GROUP > size
+    tl.store(counts + chunk * H + h, tl.where(dense, 0, count), mask=inside)
+    tl.atomic_max(any_dense, tl.max((dense & inside).to(tl.int32)))
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,14 @@ class Spans:
     rescale: exp of the decay from the anchor before up to and with each anchor, 2 at other tokens [B, T, H].
     starts: first token of each span inside of its chunk [places, slots, H] int32.
     counts: the spans of each chunk, 0 where it is dense [places, H] int32.
+    any_dense: 1 if a chunk of a head is, otherwise 0: int32, on the device.
     """
 
     inv_a: Tensor
     rescale: Tensor
     starts: Tensor
     counts: Tensor
+    any_dense: Tensor
 
     @property
     def slots(self) -> int:
@@ -119,9 +124,10 @@ def make_spans(log_alpha: Tensor, chunks: Chunks, growth: float) -> Spans:
     slots = triton.cdiv(chunks.size, GROUP)
     starts = torch.empty(chunks.places, slots, heads, device=log_alpha.device, dtype=torch.int32)
     counts = torch.empty(chunks.places, heads, device=log_alpha.device, dtype=torch.int32)
+    any_dense = torch.zeros(1, device=log_alpha.device, dtype=torch.int32)
     grid = (chunks.places, triton.cdiv(heads, HEADS_PER_PROGRAM))
     span_kernel[grid](
-        log_alpha, chunks.table, inv_a, rescale, starts, counts, heads, growth, slots,
+        log_alpha, chunks.table, inv_a, rescale, starts, counts, any_dense, heads, growth, slots,
         BLOCK_H=HEADS_PER_PROGRAM, GROUP=GROUP, num_warps=1,
     )  # fmt: skip
-    return Spans(inv_a, rescale, starts, counts)
+    return Spans(inv_a, rescale, starts, counts, any_dense)

@@ -23,11 +23,11 @@ logger = logging.getLogger("palimpsa_kernels")
 ELEMENTS = 1024  # of one state in the registers of a program's one warp
 PROGRAMS_PER_PROCESSOR = 8
 STAGES = 4
-DENSE_STAGES = 3
+DENSE_STAGES = 2
 DENSE_BLOCK = 16  # tokens
 WALK = 16  # tokens of a matrix product between waypoints
 
-PARTS_BYTES = 1 << 30  # of the parts of dq and dk that exist at a time
+PARTS_BYTES = 1 << 30  # of the parts of dq and dk that exist at a time, about
 
 
 @triton.jit(do_not_specialize=["first_chunk"])
@@ -103,7 +103,7 @@ def elementwise_gradients(
     spans: Spans, prior: Tensor, scale: float, states: Tensor, initial: Tensor | None,
     chunks: Chunks, dk: Tensor, *, prior_gradient: bool,
 ) -> ElementwiseGradients:  # fmt: skip
-    """Run `adjoint_kernel` over all chunks, as many at a time as keeps the parts of dq and dk within PARTS_BYTES.
+    """Run `adjoint_kernel` over all chunks, as many at a time as keeps the parts of dq and dk at about PARTS_BYTES.
 
     The sum over a group's heads and the blocks of V goes to dq in v's dtype and to dk [B, T, G, K] in fp32.
     """
@@ -123,7 +123,8 @@ def elementwise_gradients(
     rows = block_k // row_lanes(block_k, block_v)
     row_length = triton.cdiv(key_dim, rows) * rows
     row_bytes = 2 * chunks.size * heads * parts_v * row_length * part_dtype.itemsize
-    at_once = max(1, min(chunks.places, PARTS_BYTES // row_bytes))
+    # Of equal size: a short last one would take as long as its longest chunk.
+    at_once = triton.cdiv(chunks.places, max(1, round(chunks.places * row_bytes / PARTS_BYTES)))
     row_parts = torch.empty(
         at_once, chunks.size, heads, parts_v, 2, row_length, device=q.device, dtype=part_dtype
     )  # fmt: skip
@@ -147,14 +148,14 @@ def elementwise_gradients(
     def launch(first_chunk: int, count: int, exact: bool, dense: bool) -> Any:
         work = count * heads * parts
         return adjoint_kernel[(min(work, programs),)](
-            qk, k, v, beta, dy, log_alpha, spans.inv_a, spans.rescale, spans.starts, spans.counts, chunks.table, states,
-            states if initial is None else initial, prior, row_parts, dv_parts, dbeta_parts, dlog_alpha_parts,
-            dlog_alpha_parts if dprior_parts is None else dprior_parts, adjoints, scratch,
+            qk, k, v, beta, dy, log_alpha, spans.inv_a, spans.rescale, spans.starts, spans.counts, spans.any_dense,
+            chunks.table, states, states if initial is None else initial, prior, row_parts, dv_parts, dbeta_parts,
+            dlog_alpha_parts, dlog_alpha_parts if dprior_parts is None else dprior_parts, adjoints, scratch,
             torch.zeros(1, device=q.device, dtype=torch.int32), work, first_chunk, chunks.size, slots, spans.slots,
             heads, heads // groups, qk.stride(1), k.stride(1), v.stride(1), beta.stride(1), dy.stride(1),
             K=key_dim, V=value_dim, BLOCK_K=block_k, BLOCK_V=block_v, HAS_INITIAL=initial is not None,
-            PRIOR_GRADIENT=prior_gradient, EXACT=exact, EVEN=even, STAGES=STAGES,
-            BACK_STAGES=DENSE_STAGES if dense else STAGES, WALK=WALK, DENSE=dense, DENSE_BLOCK=DENSE_BLOCK, num_warps=1,
+            PRIOR_GRADIENT=prior_gradient, EXACT=exact, EVEN=even,
+            STAGES=DENSE_STAGES if dense else STAGES, WALK=WALK, DENSE=dense, DENSE_BLOCK=DENSE_BLOCK, num_warps=1,
         )  # fmt: skip
 
     for first_chunk in range(0, chunks.places, at_once):

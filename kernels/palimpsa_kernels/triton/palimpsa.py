@@ -18,7 +18,7 @@ from palimpsa_kernels.triton.readout import readout
 from palimpsa_kernels.triton.states import chunk_states, pass_adjoints, pass_states, to_internal, to_public
 from palimpsa_kernels.triton.tiles import pack_query_key
 
-SPAN_GROWTH = {torch.float32: 64.0}  # of a state that is run backwards, see `decay`
+SPAN_GROWTH = {torch.float32: 16.0}  # of a state that is run backwards, see `decay`
 DEFAULT_SPAN_GROWTH = 1024.0
 MAX_SPLITS = 4
 MAX_CHUNK = 1024  # offsets inside of a chunk are 32 bits wide
