@@ -10,7 +10,7 @@ from palimpsa_kernels.activations import likelihood_precision, step_and_decay, w
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-BLOCK_TOKENS = 2048
+BLOCK_TOKENS = 8192
 """Tokens whose float32 copies exist at a time."""
 
 
