@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from typing import TextIO
@@ -19,15 +20,31 @@ _MOST_NEW_TOKENS = 2**20
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; the exit code is that of `training.exit_codes.ExitCode`."""
-    try:
-        return _run(arguments)
-    except KeyboardInterrupt:
-        from megatron_palimpsa.training.exit_codes import ExitCode
+    from megatron_palimpsa.training.exit_codes import ExitCode
 
+    try:
+        code = _run(arguments)
+    except KeyboardInterrupt:
         print(
             "megatron-palimpsa: interrupted; what was saved stays, the same command goes on from there", file=sys.stderr
         )
-        return ExitCode.INTERRUPTED
+        code = ExitCode.INTERRUPTED
+    except Exception:
+        if not _others_may_wait():
+            raise
+        traceback.print_exc()
+        code = ExitCode.FAILED
+    if _others_may_wait():
+        from megatron_palimpsa import launcher
+
+        launcher.end_at_once(code)
+    return code
+
+
+def _others_may_wait() -> bool:
+    """Whether an error left this rank of several in its process group (`parallel.leaving`)."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _run(arguments: list[str] | None) -> int:
@@ -47,10 +64,10 @@ def _run(arguments: list[str] | None) -> int:
     except BrokenPipeError:
         # Whoever read the output has gone; nothing is left to say, at exit neither.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.FILE_FAILED
+        return ExitCode.FAILED
     except OSError as error:
         print(f"megatron-palimpsa: error: {error}", file=sys.stderr)
-        return ExitCode.FILE_FAILED
+        return ExitCode.FAILED
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -69,7 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megatron-palimpsa",
         description="Train hybrid state-space models with Palimpsa layers in Megatron-Core.",
-        epilog="Exit codes: 0 complete, 1 a file could not be written or read, 2 wrong input, 3 numerical stop, "
+        epilog="Exit codes: 0 complete, 1 a file could not be written or read (or any error with a traceback), "
+        "2 wrong input, 3 numerical stop, "
         "75 saved and stopped (start again to go on), 130 interrupted with Ctrl-C.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

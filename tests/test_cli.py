@@ -4,12 +4,14 @@ import errno
 import io
 import json
 import logging
+import os
 import resource
 import shutil
 import subprocess
 import sys
 
 import pytest
+import torch
 from helpers.runs import run, write_stage
 
 from megatron_palimpsa import cli
@@ -197,6 +199,27 @@ def test_interrupt_is_130_without_a_traceback(capsys, stage, monkeypatch):
     monkeypatch.setattr(cli, "_parse", interrupted)  # as early as while the commands' modules are imported
     assert cli.main(["train", str(stage)]) == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+def test_a_rank_of_several_that_fails_alone_ends_at_once(capsys, stage, monkeypatch):
+    from megatron_palimpsa.training import run as run_module
+
+    def wrong(config):
+        raise RuntimeError("this rank alone")
+
+    def ended(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(run_module, "train", wrong)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(os, "_exit", ended)
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["train", str(stage)])
+    assert "RuntimeError: this rank alone" in capsys.readouterr().err
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    with pytest.raises(RuntimeError, match="this rank alone"):
+        cli.main(["train", str(stage)])
 
 
 def test_generate_needs_a_stage(capsys, tmp_path):

@@ -52,14 +52,23 @@ def measure(config: StageConfig, *, warmup: int, steps: int) -> Measurement:
     The first warm-up step compiles kernels and makes Adam's moments; there is at least one.
 
     Raises:
-        torch.OutOfMemoryError: the configuration does not fit; what it held is given back.
+        torch.OutOfMemoryError: the configuration does not fit; one rank alone gives back what it held, one of several
+            touches nothing, because the others may be in a collective.
     """
     try:
-        return _measure(config, max(1, warmup), steps)
-    finally:
-        # The process group stays: the next case may split it differently.
-        parallel_state.destroy_model_parallel()
-        _give_back()
+        measured = _measure(config, max(1, warmup), steps)
+    except BaseException:
+        if parallel.is_alone():
+            _leave()
+        raise
+    _leave()
+    return measured
+
+
+def _leave() -> None:
+    # The process group stays: the next case may split it differently.
+    parallel.leave_layout()
+    _give_back()
 
 
 def _measure(config: StageConfig, warmup: int, steps: int) -> Measurement:

@@ -111,8 +111,11 @@ def complete(record: Record, measured: Measurement) -> Record:
 class RecordFile:
     """Appends a record at a time, so that what was measured stays; by its ending CSV or JSON lines."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
         """
+        Args:
+            columns: the records' keys.
+
         Raises:
             ConfigError: neither ending, or a CSV with other columns is there.
         """
@@ -120,6 +123,11 @@ class RecordFile:
             raise ConfigError(f"--output {path}: must end with .jsonl or .csv")
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".csv" and path.exists():
+            with path.open(newline="") as file:
+                there = next(csv.reader(file), None)
+            if there not in (None, list(columns)):
+                raise ConfigError(f"--output {path}: has other columns than are to be written; name another file")
 
     def write(self, record: Record) -> None:
         with self._path.open("a", newline="") as file:

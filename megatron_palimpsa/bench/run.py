@@ -6,9 +6,8 @@ import logging
 import math
 from pathlib import Path
 
-import torch
-
 from megatron_palimpsa import launcher, parallel
+from megatron_palimpsa.bench.alarm import Alarm
 from megatron_palimpsa.bench.cases import Case
 from megatron_palimpsa.bench.measure import measure
 from megatron_palimpsa.bench.record import Record, RecordFile, complete, describe, table
@@ -17,45 +16,75 @@ from megatron_palimpsa.training.memory import estimate_memory
 
 logger = logging.getLogger(__name__)
 
+_OUT_OF_MEMORY = "out of memory"
+_SIGNS = (_OUT_OF_MEMORY, "CUBLAS_STATUS_ALLOC_FAILED")
+"""In the messages of PyTorch's allocator, of NCCL and of cuBLAS."""
+
 
 def run_cases(cases: list[Case], *, warmup: int, steps: int, output: Path | None) -> ExitCode:
     """Measure the cases one after the other and report them, on every rank of a launch.
 
-    A case without enough device memory is recorded as such. On one rank the next follows; on several the run ends
-    there, because the others may be waiting for a rank that has given up.
+    A case without enough device memory is recorded as such. On one rank the next follows; of several, whichever it
+    was, every process ends there with exit code 1, because the others may be waiting for the one that has given up.
 
     Raises:
         ConfigError: as `RecordFile`.
     """
     launcher.require_meeting_place()
-    world_size = launcher.world_size()
-    is_main = launcher.rank() == 0
-    file = RecordFile(output) if output is not None and is_main else None
-    records: list[Record] = []
+    report = _Report(cases, output)
+    alarm = Alarm(report.give_up) if launcher.world_size() > 1 else None
     try:
-        for case in cases:
-            records.append(_measured(case, world_size, warmup, steps))
-            if file is not None:
-                file.write(records[-1])
-            if records[-1]["status"] == "out of memory" and world_size > 1:
-                break
+        with parallel.leaving():
+            for number, case in enumerate(cases):
+                logger.info("Case %s: %s", case.name, report.known[number]["overrides"] or "the stage as it is")
+                try:
+                    measured = measure(case.config, warmup=warmup, steps=steps)
+                except RuntimeError as error:
+                    if not any(sign in str(error) for sign in _SIGNS):
+                        raise
+                    logger.warning("case %s: out of memory: %s", case.name, str(error).split(". ")[0])
+                    if alarm is not None:
+                        alarm.sound(number)
+                    report.add(report.known[number] | {"status": _OUT_OF_MEMORY})
+                    continue
+                record = complete(report.known[number], measured)
+                report.add(record if math.isfinite(measured.loss) else record | {"status": "loss not finite"})
     finally:
-        if world_size == 1 or all(record["status"] == "ok" for record in records):
-            parallel.destroy()
-        if is_main and records:
-            logger.info("%s", table(records))
+        report.show()
     return ExitCode.COMPLETE
 
 
-def _measured(case: Case, world_size: int, warmup: int, steps: int) -> Record:
-    config = case.config
-    record = describe(case, world_size, estimate_memory(config, world_size // config.parallel.replica_size))
-    logger.info("Case %s: %s", case.name, record["overrides"] or "the stage as it is")
-    try:
-        measured = measure(config, warmup=warmup, steps=steps)
-    except torch.OutOfMemoryError as error:
-        logger.warning("case %s: out of memory: %s", case.name, str(error).split(". ")[0])
-        return record | {"status": "out of memory"}
-    if not math.isfinite(measured.loss):
-        record["status"] = "loss not finite"
-    return complete(record, measured)
+class _Report:
+    """What is known of the cases before they run, and the records of those that did; rank 0 writes and shows them."""
+
+    def __init__(self, cases: list[Case], output: Path | None) -> None:
+        world_size = launcher.world_size()
+        self.known = [
+            describe(case, world_size, estimate_memory(case.config, world_size // case.config.parallel.replica_size))
+            for case in cases
+        ]
+        self._is_main = launcher.rank() == 0
+        self._file = RecordFile(output, list(self.known[0])) if output is not None and self._is_main else None
+        self._records: list[Record] = []
+
+    def add(self, record: Record) -> None:
+        self._records.append(record)
+        if self._file is not None:
+            self._file.write(record)
+
+    def show(self) -> None:
+        if self._is_main and self._records:
+            logger.info("%s", table(self._records))
+
+    def give_up(self, rank: int, number: int) -> None:
+        """Rank `rank` of several has no memory for case `number`."""
+        self.add(self.known[number] | {"status": _OUT_OF_MEMORY})
+        self.show()
+        if self._is_main:
+            left = ", ".join(record["case"] for record in self.known[number + 1 :])
+            logger.error(
+                "case %s: rank %d is out of memory; all ranks end here, for others may be waiting for it%s",
+                self.known[number]["case"],
+                rank,
+                f". Not measured, to be started anew without this case: {left}" if left else "",
+            )

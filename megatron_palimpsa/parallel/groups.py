@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -62,6 +64,36 @@ def _seed(seed: int) -> None:
     seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def leave_layout() -> None:
+    """Give up the groups of a layout with the memory that NCCL holds for each; the process group stays. Collective."""
+    groups = parallel_state._global_process_group_list or []
+    parallel_state.destroy_model_parallel()
+    for group in groups:
+        if group is not None:  # None stands for the process group.
+            dist.destroy_process_group(group)
+
+
+@contextmanager
+def leaving() -> Iterator[None]:
+    """Leave parallel state and process group at the end.
+
+    Not after an error on one rank of several: over NCCL that would wait for the others, which may be in a collective
+    that this rank will never join. Its process has to end without (`launcher.end_at_once`).
+    """
+    try:
+        yield
+    except BaseException:
+        if is_alone():
+            destroy()
+        raise
+    destroy()
+
+
+def is_alone() -> bool:
+    """Whether no other rank is in this process's group, if it is in one."""
+    return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def destroy() -> None:

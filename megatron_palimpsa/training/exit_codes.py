@@ -6,8 +6,8 @@ from enum import IntEnum
 class ExitCode(IntEnum):
     COMPLETE = 0
     """The stage's tokens are done and its marker is written; nothing else exits 0."""
-    FILE_FAILED = 1
-    """A file could not be written (disk full) or read; the checkpoints before stay."""
+    FAILED = 1
+    """A file could not be written (disk full) or read, or an error nobody foresaw; the checkpoints before stay."""
     WRONG_INPUT = 2
     """Refused before anything started."""
     NUMERICAL_STOP = 3

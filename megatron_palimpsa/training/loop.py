@@ -40,22 +40,23 @@ def train_stage(
     Raises:
         ConfigError: the checkpoint belongs to another model or other data, or is damaged.
     """
-    parallel.initialize(config.parallel, config.seed)
     try:
-        run = _Run(config, folder, source, data, stop)
-        try:
-            return run.train()
-        except BaseException as error:
-            run.log.close()  # what was recorded so far stays
-            run.checkpoints.leave(complete=isinstance(error, Exception))
-            raise
-        finally:
+        with parallel.leaving():
+            parallel.initialize(config.parallel, config.seed)
+            run = _Run(config, folder, source, data, stop)
+            try:
+                code = run.train()
+            except BaseException as error:
+                run.log.close()  # what was recorded so far stays
+                run.checkpoints.leave(complete=isinstance(error, Exception))
+                if parallel.is_alone():
+                    run.checkpoints.close()
+                raise
             run.checkpoints.close()
+            return code
     except checkpoint.CheckpointError as error:
         logger.error("%s", error)
-        return ExitCode.FILE_FAILED
-    finally:
-        parallel.destroy()
+        return ExitCode.FAILED
 
 
 class _Run:

@@ -9,6 +9,7 @@ from palimpsa_launch import stages
 from megatron_palimpsa.bench.cases import read_cases
 from megatron_palimpsa.bench.measure import Measurement
 from megatron_palimpsa.bench.record import RecordFile, complete, describe, table
+from megatron_palimpsa.config import ConfigError
 from megatron_palimpsa.training.memory import estimate_memory
 
 MEASURED = Measurement(
@@ -52,7 +53,7 @@ def test_records_are_appended_whatever_their_status(tmp_path, known, name):
     path = tmp_path / "new" / name
     records = [known | {"status": "out of memory"}, complete(known, MEASURED)]
     for record in records:
-        RecordFile(path).write(record)
+        RecordFile(path, list(record)).write(record)
     with path.open() as file:
         read = [json.loads(line) for line in file] if path.suffix == ".jsonl" else list(csv.DictReader(file))
     assert [row["status"] for row in read] == ["out of memory", "ok"]
@@ -67,3 +68,11 @@ def test_the_table_has_a_line_a_case(known):
     assert "32,768" in done
     assert "80.00 GiB" in done
     assert f"{known['estimate_bytes'] / 2**30:.2f} GiB" in done
+
+
+def test_a_csv_with_other_columns_is_left_alone(tmp_path, known):
+    path = tmp_path / "table.csv"
+    path.write_text("case,tokens\na,1\n")
+    with pytest.raises(ConfigError, match=r"table.csv: has other columns"):
+        RecordFile(path, list(known))
+    assert path.read_text() == "case,tokens\na,1\n"

@@ -1,10 +1,11 @@
-"""The command on one process, and what it does when a case does not fit."""
+"""The command on one process, and what it does when a case does not fit, on one rank or on some of several."""
 
 import json
 
 import pytest
 import torch
-from helpers.runs import write_stage
+from helpers import bench_ranks
+from helpers.runs import run_ranks, write_stage
 
 from megatron_palimpsa import bench, cli
 from megatron_palimpsa.bench import run as bench_run
@@ -53,3 +54,26 @@ def test_a_case_without_memory_is_recorded_and_the_next_runs(stage, tmp_path, mo
     assert large["status"] == "out of memory"
     assert large["tokens_per_second"] is None
     assert small["status"] == "ok"
+
+
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
+NCCL_WITHOUT_MEMORY = RuntimeError("NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'")
+
+
+@pytest.mark.parametrize(
+    "errors",
+    [[NO_MEMORY, None], [None, NCCL_WITHOUT_MEMORY], [NO_MEMORY, NO_MEMORY]],
+    ids=["rank 0", "rank 1", "both"],
+)
+def test_of_several_ranks_all_end_with_the_record_whichever_ran_out(stage, tmp_path, errors):
+    output = tmp_path / "out.jsonl"
+    cases = ["--case", "small", "--case", "large:train.micro_batch_size=1", "--case", "next"]
+    arguments = ["bench", str(stage), *cases, "--warmup", "1", "--steps", "1", "--output", str(output)]
+    assert run_ranks(bench_ranks.bench, arguments, errors, seconds=60) == [1, 1]
+    records = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [(record["case"], record["status"]) for record in records] == [("small", "ok"), ("large", "out of memory")]
+    said = [(tmp_path / f"{stage.name}.{rank}").read_text() for rank in range(2)]
+    assert said[0].count("tokens/s") == 1
+    assert "is out of memory; all ranks end here" in said[0]
+    assert "to be started anew without this case: next" in said[0]
+    assert "Traceback" not in said[0] + said[1]

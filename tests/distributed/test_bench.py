@@ -1,8 +1,10 @@
 """`bench` on two ranks: one process group, split anew for each case."""
 
 import pytest
+import torch.distributed as dist
 from helpers.runs import run, write_stage
 from helpers.stages import tiny_stage
+from torch.distributed import distributed_c10d
 
 from megatron_palimpsa import parallel
 from megatron_palimpsa.bench.measure import Measurement, measure
@@ -13,7 +15,10 @@ LAYOUTS = [{}, {"tp": 2, "sequence_parallel": True}, {"pp": 2, "distributed_opti
 
 
 def measure_all(configs: list[StageConfig]) -> list[Measurement]:
-    return [measure(config, warmup=1, steps=1) for config in configs]
+    measured = [measure(config, warmup=1, steps=1) for config in configs]
+    # Over NCCL every group holds memory: none may be left for the next case.
+    assert set(distributed_c10d._world.pg_map) == {dist.group.WORLD}
+    return measured
 
 
 def test_every_layout_trains_on_the_same_tokens(two_processes):

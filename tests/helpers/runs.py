@@ -8,6 +8,7 @@ import random
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,18 @@ class Events:
 
 def train_on_ranks(*arguments: str | Path, ranks: list[Events]) -> list[int]:
     """As `train_in_new_process`, on as many ranks as there are events; -> their exit codes."""
+    codes = run_ranks(_train, [str(item) for item in arguments], ranks, seconds=300)
+    assert None not in codes, "a rank still ran after 300 s"
+    return codes  # type: ignore[return-value]
+
+
+def run_ranks(
+    function: Callable[[list[str], dict[str, str], Any], None], arguments: list[str], ranks: list[Any], seconds: int
+) -> list[int | None]:
+    """`function(arguments, environment of a launcher, rank's own argument)` in a new process a rank.
+
+    Returns their exit codes; None for a rank that had to be killed after so many seconds.
+    """
     import torch
 
     # What Megatron imports may touch CUDA, after which no process may be forked.
@@ -127,17 +140,16 @@ def train_on_ranks(*arguments: str | Path, ranks: list[Events]) -> list[int]:
     shared = {"WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     environments = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(len(ranks))]
     processes = [
-        context.Process(target=_train, args=([str(item) for item in arguments], environment, events))
-        for environment, events in zip(environments, ranks, strict=True)
+        context.Process(target=function, args=(arguments, environment, own))
+        for environment, own in zip(environments, ranks, strict=True)
     ]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(timeout=300)
+        process.join(timeout=seconds)
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()
-    assert None not in codes, "a rank still ran after 300 s"
     return codes
 
 

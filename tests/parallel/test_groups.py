@@ -32,6 +32,23 @@ def test_layout_larger_than_the_ranks_is_refused() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_after_an_error_only_a_rank_alone_leaves(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with parallel.leaving():
+        parallel.initialize(ParallelConfig(), seed=1)
+    assert not dist.is_initialized()
+
+    def fail() -> None:
+        with parallel.leaving():
+            parallel.initialize(ParallelConfig(), seed=1)
+            monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+            raise ValueError("in between")
+
+    with pytest.raises(ValueError, match="in between"):
+        fail()
+    assert dist.is_initialized() == (ranks > 1)
+
+
 def test_seed_sets_every_random_state() -> None:
     draws = []
     for seed in (1, 1, 2):

@@ -253,7 +253,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_with_a_clear_error(
 
     monkeypatch.setattr(checkpoint_saver, "write_rank_file", full)
     path = write_stage(tmp_path, tiny_data)
-    assert cli.main(["train", str(path), f"checkpoint.async_save={background}"]) == ExitCode.FILE_FAILED
+    assert cli.main(["train", str(path), f"checkpoint.async_save={background}"]) == ExitCode.FAILED
     last = capsys.readouterr().err.splitlines()[-1]
     assert "ERROR: " in last
     assert "step-4: could not be saved (rank 0: no space left on the disk: No space left on device)" in last
