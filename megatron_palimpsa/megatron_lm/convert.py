@@ -11,15 +11,11 @@ takes by `init_from`. Optimizer, schedule and position stay behind. One process,
 from __future__ import annotations
 
 import argparse
-import io
-import pickle
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
@@ -32,11 +28,17 @@ from megatron_palimpsa.engine.megatron import MegatronEngine
 from megatron_palimpsa.model.naming import global_parameters
 from megatron_palimpsa.model.weights import load_full_weights
 from megatron_palimpsa.training import checkpoint
+from megatron_palimpsa.training.checkpoint_format import PLAIN, read_metadata
 from megatron_palimpsa.training.run_folder import RunFolder
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 _FP32_COPIES = ("optimizer.state.fp32_param.", "optimizer.state.param.")
 """Where Megatron's bf16 optimizer and its distributed one (`fully_reshardable`) keep the weights in fp32."""
+_MEGATRONS_OWN = (
+    r"torch\.distributed\.checkpoint\.planner\.(SavePlan|TensorWriteData|WriteItem|WriteItemType)"
+    r"|torch\.(bfloat16|int64)"
+)
+"""Its save plans, which it keeps in the metadata, and dtypes that ours have not."""
 
 
 def to_megatron(stage: Path, output: Path) -> Path:
@@ -108,24 +110,6 @@ def _whole_model(config: StageConfig) -> Iterator[MegatronEngine]:
         parallel.destroy()
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Builds the classes of torch's checkpoint metadata, Megatron's save plans in it included, and nothing else."""
-
-    ALLOWED = re.compile(
-        r"torch\.distributed\.checkpoint\.metadata\.(Metadata|MetadataIndex|StorageMeta|TensorProperties"
-        r"|TensorStorageMetadata|BytesStorageMetadata|ChunkStorageMetadata|_MEM_FORMAT_ENCODING)"
-        r"|torch\.distributed\.checkpoint\.planner\.(SavePlan|TensorWriteData|WriteItem|WriteItemType)"
-        r"|torch\.distributed\.checkpoint\.filesystem\._StorageInfo"
-        r"|torch\.(Size|float32|bfloat16|int64|uint8|serialization\._get_layout)"
-        r"|pathlib\.(_local\.)?PosixPath"
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        if not self.ALLOWED.fullmatch(f"{module}.{name}"):
-            raise pickle.UnpicklingError(f"its metadata refers to {module}.{name}, which it has no use for")
-        return super().find_class(module, name)
-
-
 def tensor_shapes(path: Path) -> dict[str, torch.Size]:
     """Shapes of a checkpoint's tensors by name. What could run code is refused before torch reads the metadata.
 
@@ -133,10 +117,9 @@ def tensor_shapes(path: Path) -> dict[str, torch.Size]:
         ConfigError: no `torch_dist` checkpoint, or one with more than metadata in its metadata.
     """
     try:
-        metadata = _PlainUnpickler(io.BytesIO((path / ".metadata").read_bytes())).load()
-    except (OSError, pickle.UnpicklingError) as error:
-        raise ConfigError(f"{path}: not a torch_dist checkpoint: {error}") from None
-    entries = metadata.state_dict_metadata.items()
+        entries = read_metadata(path, f"{PLAIN}|{_MEGATRONS_OWN}").state_dict_metadata.items()
+    except checkpoint.CheckpointError as error:
+        raise ConfigError(str(error)) from None
     return {name: entry.size for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
 
 

@@ -164,30 +164,48 @@ def write_index(folder: Path, files: list[RankFile]) -> dict[str, FileRecord]:
     return records
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Builds the classes that torch's checkpoint metadata consists of, and nothing else."""
+PLAIN = (
+    r"torch\.distributed\.checkpoint\.metadata\.(Metadata|MetadataIndex|StorageMeta|TensorProperties"
+    r"|TensorStorageMetadata|BytesStorageMetadata|ChunkStorageMetadata|_MEM_FORMAT_ENCODING)"
+    r"|torch\.distributed\.checkpoint\.filesystem\._StorageInfo"
+    r"|torch\.(Size|float32|uint8|serialization\._get_layout)"
+    r"|pathlib\.(_local\.)?PosixPath"
+)
+"""The classes that our metadata consists of."""
 
-    ALLOWED = re.compile(
-        r"torch\.distributed\.checkpoint\.metadata\.(Metadata|MetadataIndex|StorageMeta|TensorProperties"
-        r"|TensorStorageMetadata|BytesStorageMetadata|ChunkStorageMetadata|_MEM_FORMAT_ENCODING)"
-        r"|torch\.distributed\.checkpoint\.filesystem\._StorageInfo"
-        r"|torch\.(Size|float32|uint8|serialization\._get_layout)"
-        r"|pathlib\.(_local\.)?PosixPath"
-    )
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Builds the classes that a pattern names, and nothing else."""
+
+    def __init__(self, file: IO[bytes], allowed: str) -> None:
+        super().__init__(file)
+        self._allowed = re.compile(allowed)
 
     def find_class(self, module: str, name: str) -> Any:
-        if not self.ALLOWED.fullmatch(f"{module}.{name}"):
-            raise CheckpointError(f"the checkpoint's metadata refers to {module}.{name}, which it has no use for")
+        if not self._allowed.fullmatch(f"{module}.{name}"):
+            raise pickle.UnpicklingError(f"its metadata refers to {module}.{name}, which it has no use for")
         return super().find_class(module, name)
+
+
+def read_metadata(path: Path, allowed: str = PLAIN) -> Metadata:
+    """What a checkpoint's tensors are and where they lie.
+
+    Raises:
+        CheckpointError: it cannot be read, or there is more in it than that: it is a pickle that may come from anybody.
+    """
+    try:
+        return _PlainUnpickler(io.BytesIO((path / INDEX).read_bytes()), allowed).load()
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path}: not a torch_dist checkpoint: {error}") from None
 
 
 class Reader:
     """Reads any box of a checkpoint's tensors; holds one stored box at a time."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError where the metadata is more than that: it is a pickle that may come from anybody."""
+        """Raises CheckpointError as `read_metadata`."""
         self._path = path
-        metadata = _PlainUnpickler(io.BytesIO((path / INDEX).read_bytes())).load()
+        metadata = read_metadata(path)
         self._tensors: dict[str, Any] = metadata.state_dict_metadata
         self._storage: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
         self._last: tuple[_StorageInfo, Tensor] | None = None

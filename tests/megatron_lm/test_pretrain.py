@@ -146,6 +146,7 @@ def test_weights_go_both_ways(precision: str, tolerance: float, tmp_path: Path) 
 def test_conversion_refuses_what_it_cannot_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert convert.main(["to-megatron", str(tmp_path), str(tmp_path / "to")]) == 2
     assert "not a stage's folder" in capsys.readouterr().err
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(print))
-    with pytest.raises(ConfigError, match=r"not a torch_dist checkpoint: .*builtins\.print"):
-        convert.tensor_shapes(tmp_path)
+    for content, message in ((pickle.dumps(print), r"builtins\.print"), (b"", "Ran out of input")):
+        (tmp_path / ".metadata").write_bytes(content)
+        with pytest.raises(ConfigError, match=f"not a torch_dist checkpoint: .*{message}"):
+            convert.tensor_shapes(tmp_path)
