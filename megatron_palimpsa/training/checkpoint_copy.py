@@ -26,15 +26,8 @@ class HostCopy:
             RuntimeError: not so much host memory can be had, or locked.
         """
         values = list(values)
-        starts, size = [], 0
-        for _, value in values:
-            starts.append(size)
-            size += -(-value.numel() * value.element_size() // _ALIGNMENT) * _ALIGNMENT
-        if size > self._memory.numel():
-            self.release()
-            self._reserve(size)
         copies = []
-        for start, (box, value) in zip(starts, values, strict=True):
+        for start, (box, value) in zip(self.reserve(values), values, strict=True):
             memory = self._memory[start : start + value.numel() * value.element_size()]
             copy = memory.view(value.dtype).view(value.shape)
             copy.copy_(value, non_blocking=True)
@@ -43,7 +36,22 @@ class HostCopy:
             torch.cuda.synchronize()
         return copies
 
-    def _reserve(self, size: int) -> None:
+    def reserve(self, values: Iterable[tuple[Box, Tensor]]) -> list[int]:
+        """Have the memory for a copy of such values, which takes seconds to lock; -> where in it each will be.
+
+        Raises:
+            RuntimeError: as `take`.
+        """
+        starts, size = [], 0
+        for _, value in values:
+            starts.append(size)
+            size += -(-value.numel() * value.element_size() // _ALIGNMENT) * _ALIGNMENT
+        if size > self._memory.numel():
+            self.release()
+            self._lock(size)
+        return starts
+
+    def _lock(self, size: int) -> None:
         self._memory = torch.empty(size, dtype=torch.uint8)
         if torch.cuda.is_available():
             # torch's own page-locked memory comes in powers of two: up to twice as much.

@@ -10,6 +10,7 @@ most 64 MiB; not in the background, the box alone.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import shutil
@@ -81,6 +82,16 @@ class Checkpointer:
         self._copy = HostCopy()
         self._save: _Save | None = None
 
+    def reserve(self) -> None:
+        """Have the copy's memory now, so that training does not wait for it at the first save. Local."""
+        if self._background:
+            # Where it cannot be had the first save says so, on all ranks.
+            with contextlib.suppress(RuntimeError, MemoryError):
+                self._copy.reserve(self._values())
+
+    def _values(self) -> list[tuple[Box, Tensor]]:
+        return self._engine.state_share() + random_shares()
+
     def save(self, step: int, progress: dict[str, Any]) -> None:
         """Save everything a resumed run needs; in the background where that is set, else it returns when it is done.
 
@@ -108,7 +119,7 @@ class Checkpointer:
             "scheduler": self._engine.scheduler_state(),
             "progress": progress,
         }
-        values = self._engine.state_share() + random_shares()
+        values = self._values()
         sizes = ranks.to_main(sum(value.numel() * value.element_size() for _, value in values))
         try:
             ranks.on_main(lambda: files.prepare(self._folder, temporary, sum(sizes) + len(sizes) * _SURROUNDINGS))

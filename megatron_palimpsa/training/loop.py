@@ -80,6 +80,7 @@ class _Run:
         self.checkpoints = checkpoint.Checkpointer(
             folder.checkpoints, self.engine, config.checkpoint.keep, config.checkpoint.async_save, resumed_step
         )
+        self.checkpoints.reserve()
         self.log = RunLog(config, folder, self.engine, resumed_step)
         self._clock_start = time.monotonic() - self.progress.seconds
 

@@ -106,6 +106,27 @@ def test_what_is_saved_is_of_the_step_and_not_of_those_since(
     assert content(tmp_path / "background" / "step-2") == content(path)
 
 
+def test_the_copys_memory_is_there_before_the_first_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: list[int] = []
+    lock = HostCopy._lock
+
+    def counted(self: HostCopy, size: int) -> None:
+        locked.append(size)
+        lock(self, size)
+
+    monkeypatch.setattr(HostCopy, "_lock", counted)
+    engine = MegatronEngine(tiny_stage())
+    for background in (True, False):
+        saver = Checkpointer(tmp_path / str(background), engine, keep=2, background=background)
+        saver.reserve()
+        assert len(locked) == 1
+        # Moments are there after the first step only.
+        take(engine, 0)
+        saver.save(1, {})
+        saver.finish()
+        assert len(locked) == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_the_copy_of_gpu_memory_is_page_locked_and_kept() -> None:
@@ -193,7 +214,7 @@ def test_no_copy_in_memory_is_a_failed_save(
     def reserve(size: int) -> None:
         raise RuntimeError(f"{size} bytes of host memory cannot be locked")
 
-    monkeypatch.setattr(saver._copy, "_reserve", reserve)
+    monkeypatch.setattr(saver._copy, "_lock", reserve)
     saver.save(1, {})
     with pytest.raises(CheckpointError, match="cannot be locked"):
         saver.finish()
