@@ -1,4 +1,4 @@
-"""The command line: `megatron-palimpsa {demo,prep,train,bench,generate,report}`.
+"""The command line: `megatron-palimpsa {demo,prep,train,submit,bench,generate,report}`.
 
 Every command imports what it needs when it runs, so that `--help` and wrong input answer at once.
 """
@@ -12,14 +12,18 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
 _MOST_NEW_TOKENS = 2**20
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run one command; the exit code is that of `training.exit_codes.ExitCode`."""
+def main(arguments: list[str] | None = None, at_end: Callable[[int], None] | None = None) -> int:
+    """Run one command; the exit code is that of `training.exit_codes.ExitCode`.
+
+    `at_end` is given the code before the process may end at once, which it does without returning from here.
+    """
     from megatron_palimpsa.training.exit_codes import ExitCode
 
     try:
@@ -34,6 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         traceback.print_exc()
         code = ExitCode.FAILED
+    if at_end is not None:
+        at_end(code)
     if _others_may_wait():
         from megatron_palimpsa import launcher
 
@@ -94,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_prep(commands)
     _add_train(commands)
+    _add_submit(commands)
     _add_bench(commands)
     _add_generate(commands)
     _add_report(commands)
@@ -150,6 +157,12 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         help="with --dry-run: what one GPU has, for advice where the stage does not fit (this machine's)",
     )
     train.set_defaults(command=_train)
+
+
+def _add_submit(commands: argparse._SubParsersAction) -> None:
+    from megatron_palimpsa.commands import submit
+
+    submit.add(commands)
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:

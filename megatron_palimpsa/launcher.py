@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from megatron_palimpsa.config import ConfigError
@@ -35,6 +36,12 @@ def ranks_of_this_machine() -> int:
 def world_size() -> int:
     """Ranks that were started, 1 without a launcher."""
     return _ranks()[1]
+
+
+def stop_file() -> Path | None:
+    """The file whose appearance asks to save and stop; None where nobody can ask that way."""
+    name = os.environ.get("PALIMPSA_STOP_FILE")
+    return Path(name) if name else None
 
 
 def _ranks() -> tuple[int, int]:

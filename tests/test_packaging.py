@@ -60,10 +60,10 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     return zipfile.ZipFile(next(output.glob("*.whl")))
 
 
-def test_wheel_holds_every_module_and_recipe(wheel: zipfile.ZipFile) -> None:
+def test_wheel_holds_every_module_recipe_and_template(wheel: zipfile.ZipFile) -> None:
     names = set(wheel.namelist())
     for package, place in PACKAGES.items():
-        sources = [path for path in (ROOT / place / package).rglob("*") if path.suffix in (".py", ".yaml")]
+        sources = [path for path in (ROOT / place / package).rglob("*") if path.suffix in (".py", ".yaml", ".sh")]
         assert sources
         missing = {path.relative_to(ROOT / place).as_posix() for path in sources} - names
         assert not missing

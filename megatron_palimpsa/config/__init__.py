@@ -6,7 +6,7 @@ the value and what is allowed, and need neither torch nor a GPU.
 """
 
 from megatron_palimpsa.config.checks import check_ranks, check_stage
-from megatron_palimpsa.config.reading import load_stage, save_resolved, stage_from_dict, to_dict
+from megatron_palimpsa.config.reading import load_stage, read_as, read_tree, save_resolved, stage_from_dict, to_dict
 from megatron_palimpsa.config.schema import (
     LAYER_SYMBOLS,
     CheckpointConfig,
@@ -40,6 +40,8 @@ __all__ = [
     "load_stage",
     "parse_count",
     "parse_yaml",
+    "read_as",
+    "read_tree",
     "save_resolved",
     "stage_from_dict",
     "to_dict",

@@ -20,18 +20,27 @@ def load_stage(path: str | Path, overrides: list[str] | None = None) -> StageCon
     Raises:
         ConfigError: names the file, the key, the value and what is allowed.
     """
-    tree = _read_tree(Path(path), ())
+    tree = read_tree(path)
     for override in overrides or []:
         _apply_override(tree, override)
     return stage_from_dict(tree, where=str(path))
 
 
 def stage_from_dict(tree: dict[str, Any], where: str) -> StageConfig:
+    return read_as(StageConfig, tree, where)
+
+
+def read_as[T](kind: type[T], tree: dict[str, Any], where: str) -> T:
+    """A mapping of YAML's values as the dataclass `kind`, whose sections may be dataclasses too.
+
+    Raises:
+        ConfigError: names `where`, each wrong key, its value and what is allowed.
+    """
     try:
         # Through JSON, where strict typing takes mappings for dataclasses and whole numbers for floats.
-        return TypeAdapter(StageConfig).validate_json(json.dumps(tree))
+        return TypeAdapter(kind).validate_json(json.dumps(tree))
     except ValidationError as error:
-        raise ConfigError(_describe(error, where)) from None
+        raise ConfigError(_describe(error, where, kind)) from None
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: {error}") from None
 
@@ -43,6 +52,15 @@ def to_dict(config: StageConfig) -> dict[str, Any]:
 def save_resolved(config: StageConfig, path: Path) -> None:
     """Write the whole configuration, defaults included, so that the run can be read and repeated without its bases."""
     path.write_text(yaml.safe_dump(to_dict(config), sort_keys=False))
+
+
+def read_tree(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file, over those that its `base:` names.
+
+    Raises:
+        ConfigError: names the file that is not readable, no YAML or no mapping.
+    """
+    return _read_tree(Path(path), ())
 
 
 def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -86,12 +104,12 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     tree[name] = parse_yaml(text, f"override {override!r}")
 
 
-def _describe(error: ValidationError, where: str) -> str:
+def _describe(error: ValidationError, where: str, kind: type) -> str:
     lines = []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"])
         if item["type"] == "unexpected_keyword_argument":
-            lines.append(f"{where}: unknown key {key!r}{_known_keys(item['loc'])}")
+            lines.append(f"{where}: unknown key {key!r}{_known_keys(kind, item['loc'])}")
         elif item["type"] == "missing":
             lines.append(f"{where}: {key} is missing")
         else:
@@ -99,9 +117,8 @@ def _describe(error: ValidationError, where: str) -> str:
     return "\n".join(lines)
 
 
-def _known_keys(loc: tuple[int | str, ...]) -> str:
-    kind: Any = StageConfig
+def _known_keys(kind: Any, loc: tuple[int | str, ...]) -> str:
     if len(loc) > 1:
-        hint = get_type_hints(StageConfig)[str(loc[0])]
+        hint = get_type_hints(kind)[str(loc[0])]
         kind = next(part for part in (hint, *get_args(hint)) if dataclasses.is_dataclass(part))
     return f"; known keys are {', '.join(field.name for field in dataclasses.fields(kind))}"

@@ -60,11 +60,15 @@ def require_same_model(path: Path, model: ModelConfig) -> None:
     Raises:
         ConfigError: names the checkpoint and every differing key with both values.
     """
-    saved, wanted = read_state(path)["model"], fingerprint(model)
-    differing = [
-        f"model.{name} is {saved.get(name)!r} in the checkpoint and {wanted.get(name)!r} here"
+    if differing := differences(read_state(path)["model"], model, "in the checkpoint"):
+        raise ConfigError(f"{path}: a checkpoint of another model: {differing}")
+
+
+def differences(saved: dict[str, Any], model: ModelConfig, place: str) -> str:
+    """In which settings `model` differs from the fingerprint `saved`, which was found in `place`; "" where in none."""
+    wanted = fingerprint(model)
+    return "; ".join(
+        f"model.{name} is {saved.get(name)!r} {place} and {wanted.get(name)!r} here"
         for name in sorted(saved.keys() | wanted.keys())
         if saved.get(name) != wanted.get(name)
-    ]
-    if differing:
-        raise ConfigError(f"{path}: a checkpoint of another model: {'; '.join(differing)}")
+    )

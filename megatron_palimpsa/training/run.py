@@ -39,7 +39,7 @@ def train(config: StageConfig) -> ExitCode:
         )
         return ExitCode.COMPLETE
     launcher.require_meeting_place()
-    stop = StopControl(config.train)
+    stop = StopControl(config.train, file=launcher.stop_file())
     source, data = _check_inputs(config, folder)
     is_main = launcher.rank() == 0
     # Listening begins before the slow start: a signal during it is obeyed before the first step.
@@ -62,22 +62,38 @@ def dry_run(config: StageConfig, gpu_memory: int | None = None) -> str:
     Raises:
         ConfigError: as `train`.
     """
-    folder = RunFolder(config.folder)
     ranks = launcher.world_size() if launcher.is_launched() else config.parallel.replica_size
+    return describe(config, ranks, gpu_memory=gpu_memory or advice.gpu_memory())
+
+
+def describe(
+    config: StageConfig, ranks: int, *, planned_source: Source | None = None, gpu_memory: int | None = None
+) -> str:
+    """Check everything that `train` checks on `ranks` ranks and describe what it would do.
+
+    Args:
+        planned_source: what the stage will start from once the stage before it is complete; None looks for it now.
+
+    Raises:
+        ConfigError: as `train`.
+    """
+    folder = RunFolder(config.folder)
     check_stage(config, ranks)
     folder.check_config(config)
-    source, data = _check_inputs(config, folder)
+    source, data = _check_inputs(config, folder, planned_source)
     sets = [
         f"{item.name}: {100 * item.share:.1f} % of the sequences, {100 * item.fill:.1f} % filled, "
         f"{item.tokens:,} tokens, {item.epochs:.2f} epochs"
         for item in data.sources()
     ]
-    return plan.describe(config, ranks, source, sets, gpu_memory or advice.gpu_memory())
+    return plan.describe(config, ranks, source, sets, gpu_memory)
 
 
-def _check_inputs(config: StageConfig, folder: RunFolder) -> tuple[Source | None, StageData]:
+def _check_inputs(
+    config: StageConfig, folder: RunFolder, planned_source: Source | None = None
+) -> tuple[Source | None, StageData]:
     check_usable(config)
-    source = find_source(config)
+    source = planned_source or find_source(config)
     data = StageData(config)
     saves = config.total_steps // config.checkpoint.interval + 1
     folder.check_place(plan.checkpoint_bytes(config.model), min(config.checkpoint.keep, saves))

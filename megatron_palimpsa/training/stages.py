@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from palimpsa_data.files import sha256_file
 
-from megatron_palimpsa.config import ConfigError, StageConfig, load_stage
-from megatron_palimpsa.training.checkpoint_state import require_same_model
+from megatron_palimpsa.config import ConfigError, InitFrom, StageConfig, load_stage
+from megatron_palimpsa.training.checkpoint_state import differences, fingerprint, require_same_model
 from megatron_palimpsa.training.run_folder import RunFolder
 
 
@@ -40,15 +41,37 @@ def find_source(config: StageConfig) -> Source | None:
     if not checkpoint.is_dir():
         raise ConfigError(f"{key}: its last checkpoint {checkpoint} is missing")
     require_same_model(checkpoint, config.model)
-    there = load_stage(folder.config)
+    _check_fits(load_stage(folder.config), config, config.init_from, key)
+    return Source(checkpoint, config.init_from.load)
+
+
+def planned_source(config: StageConfig, before: Sequence[StageConfig]) -> Source | None:
+    """What a stage will start from once the stages `before` it are complete; None where none of them is its source.
+
+    Raises:
+        ConfigError: it will not be able to start from there.
+    """
+    if config.init_from is None:
+        return None
+    folder = _stage_folder(config, config.init_from.stage)
+    for there in before:
+        if there.folder.resolve() == folder.resolve():
+            key = f"init_from.stage={config.init_from.stage!r}"
+            if differing := differences(fingerprint(there.model), config.model, "there"):
+                raise ConfigError(f"{key}: trains another model: {differing}")
+            _check_fits(there, config, config.init_from, key)
+            return Source(folder / "checkpoints" / f"step-{there.total_steps}", config.init_from.load)
+    return None
+
+
+def _check_fits(there: StageConfig, config: StageConfig, init_from: InitFrom, key: str) -> None:
     _check_same_tokenizer(Path(there.data.tokenizer), Path(config.data.tokenizer), key)
     prior = (config.model.train_prior, there.model.train_prior)
-    if config.init_from.load == "weights+optimizer" and prior[0] != prior[1]:
+    if init_from.load == "weights+optimizer" and prior[0] != prior[1]:
         raise ConfigError(
             f"{key}: model.train_prior={prior[0]} (there {prior[1]}) changes which parameters have optimizer moments; "
             f"set init_from.load=weights"
         )
-    return Source(checkpoint, config.init_from.load)
 
 
 def _check_same_tokenizer(there: Path, here: Path, key: str) -> None:

@@ -1,4 +1,4 @@
-"""When a run stops before its tokens are done: on a signal, at a step, at a token count or by the clock."""
+"""When a run stops before its tokens are done: on a signal or a file, at a step, at a token count or by the clock."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from enum import IntEnum
+from pathlib import Path
 from types import FrameType
 
 from megatron_palimpsa import launcher
@@ -23,6 +24,7 @@ class StopReason(IntEnum):
     TOKENS = 2
     MINUTES = 3
     SIGNAL = 4
+    FILE = 5
 
     def __str__(self) -> str:
         return {
@@ -31,6 +33,7 @@ class StopReason(IntEnum):
             StopReason.TOKENS: "train.stop_at_tokens reached",
             StopReason.MINUTES: "train.stop_after_minutes reached",
             StopReason.SIGNAL: "stop signal received",
+            StopReason.FILE: "stop file found",
         }[self]
 
 
@@ -38,11 +41,15 @@ class StopControl:
     """Asks at every step boundary whether to save and stop; all ranks get the same answer.
 
     A signal (SIGTERM, SIGUSR1) that reaches one rank only, or clocks that differ, must not leave the others waiting
-    in a collective: the reasons are compared over all ranks.
+    in a collective: the reasons are compared over all ranks. So may only one rank see `file`, which a batch script
+    makes because torchrun passes no signal on.
     """
 
-    def __init__(self, train: TrainConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, train: TrainConfig, clock: Callable[[], float] = time.monotonic, file: Path | None = None
+    ) -> None:
         self._train = train
+        self._file = file
         self._clock = clock
         self._start = clock()
         self._signalled = False
@@ -74,6 +81,9 @@ class StopControl:
 
     def _own_reason(self, step: int, tokens: int) -> StopReason:
         train = self._train
+        # One rank asks the shared file system for all.
+        if self._file is not None and launcher.rank() == 0 and self._file.exists():
+            return StopReason.FILE
         if self._signalled:
             return StopReason.SIGNAL
         if train.stop_after_minutes is not None and self._clock() - self._start >= 60 * train.stop_after_minutes:

@@ -60,3 +60,15 @@ def test_the_ranks_largest_reason_wins():
 
 def test_every_reason_says_itself():
     assert len({str(reason) for reason in StopReason}) == len(StopReason)
+
+
+def test_file_stops_all_ranks_though_only_the_first_looks(tmp_path, monkeypatch):
+    file = tmp_path / "STOP"
+    stop = StopControl(tiny_stage().train, file=file)
+    assert stop.reason(1, 64, alone) is StopReason.NONE
+    file.touch()
+    assert stop.reason(2, 128, alone) is StopReason.FILE
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert stop.reason(2, 128, alone) is StopReason.NONE
+    assert stop.reason(2, 128, lambda own: max(own, StopReason.FILE)) is StopReason.FILE

@@ -1,0 +1,123 @@
+"""The batch script of one stage, from `templates/stage.sh`.
+
+Only two places of the template change: the `#SBATCH` lines, whose values `job` restricts to harmless letters, and the
+settings, shell assignments whose values are quoted.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import string
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from megatron_palimpsa.config import ConfigError
+from palimpsa_launch.job import JobConfig
+
+
+class _Template(string.Template):
+    delimiter = "%%"
+
+
+def render_stage(job: JobConfig, name: str, stage_folder: Path, working_folder: Path, command: Sequence[str]) -> str:
+    """-> the text of the batch script.
+
+    Args:
+        name: of the job.
+        stage_folder: absolute; the job's log, the ranks' logs and the list of attempts go below it.
+        working_folder: absolute; paths of recipes start there.
+        command: arguments of `megatron-palimpsa` that every rank runs.
+
+    Raises:
+        ConfigError: a path or an argument that no script can carry.
+    """
+    sbatch = [f"#SBATCH --{option}" for option in _sbatch(job, name, stage_folder)]
+    template = (files(__package__) / "templates" / "stage.sh").read_text()
+    settings: dict[str, str | Sequence[str]] = {
+        "stage_folder": str(stage_folder),
+        "working_folder": str(working_folder),
+        "python": job.interpreter,
+        "processes_per_node": str(job.ranks_per_node),
+        "max_requeues": str(job.max_requeues),
+        "srun_options": _pyxis(job, stage_folder, working_folder),
+        "enter": _apptainer(job, stage_folder, working_folder),
+        "command": command,
+    }
+    lines = [_assignment(key, value) for key, value in settings.items()]
+    lines += [f"export {key}={_quote(value, f'variables.{key}')}" for key, value in sorted(job.variables.items())]
+    return _Template(template).substitute(sbatch="\n".join(sbatch), settings="\n".join(lines))
+
+
+def _sbatch(job: JobConfig, name: str, stage_folder: Path) -> list[str]:
+    wanted: Mapping[str, str | int | None] = {
+        "job-name": name,
+        "output": _log_path(stage_folder),
+        "open-mode": "append",
+        "nodes": job.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": job.gpus_per_node or None,
+        "cpus-per-task": job.cpus_per_node,
+        "mem": job.memory or ("0" if job.exclusive else None),
+        "time": job.time,
+        "signal": f"B:USR1@{job.save_seconds}",
+        "partition": job.partition,
+        "account": job.account,
+        "qos": job.qos,
+        "constraint": job.constraint,
+        "exclude": job.exclude,
+    }
+    options = [f"{key}={value}" for key, value in wanted.items() if value is not None]
+    return [*options, *(["exclusive"] if job.exclusive else []), "requeue"]
+
+
+def _log_path(stage_folder: Path) -> str:
+    """SLURM reads the path of a log in its own way: of a folder with other letters it could make anything."""
+    path = str(stage_folder)
+    if not re.fullmatch(r"/[A-Za-z0-9_./@+=,:~ -]*", path):
+        raise ConfigError(
+            f"output_dir: SLURM may not take {path!r} for the job's log: letters, digits, spaces and _./@+=,:~- only"
+        )
+    return f'"{path}/logs/job-%j.log"'
+
+
+def _pyxis(job: JobConfig, *folders: Path) -> list[str]:
+    container = job.container
+    if container is None or container.engine != "pyxis":
+        return []
+    mounts = [f"{folder}:{folder}" for folder in map(_mountable, folders)]
+    mounts += [mount if ":" in mount else f"{mount}:{mount}" for mount in container.mounts]
+    return [
+        f"--container-image={container.image}",
+        f"--container-mounts={','.join(mounts)}",
+        f"--container-workdir={folders[-1]}",
+    ]
+
+
+def _apptainer(job: JobConfig, *folders: Path) -> list[str]:
+    container = job.container
+    if container is None or container.engine != "apptainer":
+        return []
+    mounts = [*map(_mountable, folders), *container.mounts]
+    gpus = ["--nv"] if job.gpus_per_node else []
+    binds = [f"--bind={mount}" for mount in mounts]
+    return ["apptainer", "exec", *gpus, *binds, f"--pwd={folders[-1]}", container.image]
+
+
+def _mountable(folder: Path) -> str:
+    if set(str(folder)) & set(",:"):
+        raise ConfigError(f"container: {folder} cannot be mounted: its name has a comma or a colon")
+    return str(folder)
+
+
+def _assignment(key: str, value: str | Sequence[str]) -> str:
+    if isinstance(value, str):
+        return f"{key}={_quote(value, key)}"
+    return f"{key}=({' '.join(_quote(item, key) for item in value)})"
+
+
+def _quote(value: str, key: str) -> str:
+    if not value.isprintable():
+        raise ConfigError(f"{key}={value!r}: control characters and the like cannot go into a batch script")
+    return shlex.quote(value)

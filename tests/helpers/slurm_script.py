@@ -1,0 +1,91 @@
+"""Programs that stand in for SLURM's and for training, so that a batch script runs without either."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from palimpsa_launch.job import load_job
+from palimpsa_launch.render import render_stage
+
+_SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+SLURM_NODEID=0 exec "$@"
+"""
+
+_SCONTROL = """#!/usr/bin/env bash
+case $1 in
+    show) printf '%s\\n' node1 node2 ;;
+    requeue) echo "$2" >>"$REQUEUED"; kill -TERM "$PPID" ;;
+esac
+"""
+
+# Called as python is: `-m torch.distributed.run OPTIONS -m palimpsa_launch.rank LOGS train STAGE/job/stage.yaml`.
+_TRAINER = """#!/usr/bin/env bash
+logs=${*: -3:1}
+stage=$(dirname "$(dirname "${*: -1}")")
+echo "$*" >"$logs/arguments"
+# The step reached, as a checkpoint.
+reach() { mkdir -p "$stage/checkpoints"; echo "step-$1" >"$stage/checkpoints/latest"; }
+complete() { touch "$stage/STAGE_COMPLETE"; exit 0; }
+# Ranks with these exit codes under torchrun.
+ends() { local rank=0; for code; do echo "$code" >"$logs/rank-$rank.exit"; rank=$((rank + 1)); done; exit 1; }
+until_told() { while [[ ! -e $PALIMPSA_STOP_FILE ]]; do sleep 0.05; done; }
+source "$stage/behaviour"
+"""
+
+
+def write_program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def write_trainer(folder: Path) -> Path:
+    """A `python` that does what the file `behaviour` in the stage's folder says (shell; see the functions above)."""
+    return write_program(folder / "trainer", _TRAINER)
+
+
+class StageScript:
+    """A rendered script of one stage over stand-ins."""
+
+    def __init__(self, folder: Path, behaviour: str, **job: object) -> None:
+        self.folder = folder / "a stage"
+        self.requeued = folder / "requeued"
+        (self.folder / "job").mkdir(parents=True)
+        (self.folder / "behaviour").write_text(behaviour)
+        self._bin = folder / "bin"
+        write_program(self._bin / "srun", _SRUN)
+        write_program(self._bin / "scontrol", _SCONTROL)
+        settings = {"time": "30", "nodes": 2, "python": str(write_trainer(folder))}
+        command = ["train", str(self.folder / "job" / "stage.yaml")]
+        self.text = render_stage(load_job(None, settings | job), "stage", self.folder, folder, command)
+
+    def start(self, attempt: int = 0, job: int = 12345) -> subprocess.Popen[str]:
+        environment = os.environ | {
+            "PATH": f"{self._bin}:{os.environ['PATH']}",
+            "REQUEUED": str(self.requeued),
+            "SLURM_JOB_ID": str(job),
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_RESTART_COUNT": str(attempt),
+        }
+        return subprocess.Popen(
+            ["bash", "-c", self.text],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, attempt: int = 0, job: int = 12345) -> tuple[int, str]:
+        """-> exit status (minus the signal's number), output."""
+        with self.start(attempt, job) as process:
+            output, _ = process.communicate(timeout=60)
+        return process.returncode, output
+
+    def logs(self, attempt: int = 0, job: int = 12345) -> Path:
+        return self.folder / "logs" / f"{job}-restart-{attempt}"
