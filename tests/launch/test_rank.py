@@ -6,6 +6,8 @@ import sys
 
 from helpers.runs import write_stage
 
+from megatron_palimpsa import cli, launcher
+
 
 def start_rank(folder, *arguments, rank="0"):
     environment = os.environ | {"RANK": rank, "WORLD_SIZE": "1" if rank == "0" else "4", "OMP_NUM_THREADS": "1"}
@@ -26,3 +28,11 @@ def test_stop_file_saves_and_ends_with_75(tmp_path, tiny_data, monkeypatch):
     assert start_rank(tmp_path, "train", write_stage(tmp_path, tiny_data)).returncode == 75
     assert (tmp_path / "rank-0.exit").read_text() == "75\n"
     assert "stop file found: saved at step 0 of 8" in (tmp_path / "rank-0.log").read_text()
+
+
+def test_code_is_noted_before_a_rank_ends_at_once(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(cli, "_others_may_wait", lambda: True)
+    monkeypatch.setattr(launcher, "end_at_once", lambda code: calls.append(("ended", int(code))))
+    cli.main(["train", str(tmp_path / "absent.yaml")], lambda code: calls.append(("noted", int(code))))
+    assert calls == [("noted", 2), ("ended", 2)]
