@@ -28,7 +28,10 @@ stage=$(dirname "$(dirname "${*: -1}")")
 echo "$*" >"$logs/arguments"
 # The step reached, as a checkpoint.
 reach() { mkdir -p "$stage/checkpoints"; echo "step-$1" >"$stage/checkpoints/latest"; }
-complete() { touch "$stage/STAGE_COMPLETE"; exit 0; }
+complete() {
+    echo '{"steps": 8, "tokens": 512, "seconds": 3.0, "checkpoint": "checkpoints/step-8"}' >"$stage/STAGE_COMPLETE"
+    exit 0
+}
 # Ranks with these exit codes under torchrun.
 ends() { local rank=0; for code; do echo "$code" >"$logs/rank-$rank.exit"; rank=$((rank + 1)); done; exit 1; }
 until_told() { while [[ ! -e $PALIMPSA_STOP_FILE ]]; do sleep 0.05; done; }
