@@ -35,6 +35,8 @@ complete() {
 # Ranks with these exit codes under torchrun.
 ends() { local rank=0; for code; do echo "$code" >"$logs/rank-$rank.exit"; rank=$((rank + 1)); done; exit 1; }
 until_told() { while [[ ! -e $PALIMPSA_STOP_FILE ]]; do sleep 0.05; done; }
+# As training, it goes on to the next step.
+trap : TERM
 source "$stage/behaviour"
 """
 

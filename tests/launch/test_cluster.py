@@ -1,0 +1,174 @@
+"""Chains of stages on a real SLURM with virtual nodes, through what happens to jobs there."""
+
+import os
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers.mini_slurm import MiniSlurm, reason_to_skip, wait_until
+from helpers.runs import Events, read_checkpoint, train_on_ranks, write_stage
+from helpers.slurm_script import write_trainer
+
+from megatron_palimpsa import cli
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    if reason := reason_to_skip():
+        pytest.skip(reason)
+    # Munge wants a folder that every user may enter, which pytest's are not.
+    with tempfile.TemporaryDirectory(prefix="mini-slurm-") as folder:
+        Path(folder).chmod(0o755)
+        slurm = MiniSlurm(Path(folder))
+        try:
+            slurm.start()
+            yield slurm
+        finally:
+            slurm.stop()
+
+
+class Chain:
+    """Two stages in a folder of their own; what stands in for training does what their `behaviour` says."""
+
+    def __init__(self, folder, data, cluster) -> None:
+        self.cluster = cluster
+        self.runs = folder / "runs"
+        self.recipes = [
+            write_stage(folder, data, "first"),
+            write_stage(folder, data, "second", init_from={"stage": "first"}),
+        ]
+        self.job = folder / "job.yaml"
+        settings = {"time": "60", "gpus_per_node": 0, "processes_per_node": 1, "python": str(write_trainer(folder))}
+        self.job.write_text(yaml.safe_dump(settings))
+
+    def behave(self, first: str, second: str = "complete") -> None:
+        for name, behaviour in (("first", first), ("second", second)):
+            (self.runs / name).mkdir(parents=True, exist_ok=True)
+            (self.runs / name / "behaviour").write_text(behaviour)
+
+    def submit(self, *options: str) -> int:
+        return cli.main(["submit", *map(str, self.recipes), "--job", str(self.job), *options])
+
+    def job_id(self, name: str) -> str:
+        return str(yaml.safe_load((self.runs / name / "job" / "submission.json").read_text())["job_id"])
+
+    def wait_for(self, name: str, *states: str) -> None:
+        job = self.job_id(name)
+        wait_until(f"{states} of {name}, which is", lambda: self.cluster.state(job) in states)
+
+    def wait_for_attempt(self, name: str, attempt: int) -> None:
+        logs = self.runs / name / "logs" / f"{self.job_id(name)}-restart-{attempt}"
+        wait_until(f"attempt {attempt} of {name}", (logs / "arguments").exists)
+
+    def log(self, name: str) -> str:
+        return (self.runs / name / "logs" / f"job-{self.job_id(name)}.log").read_text()
+
+
+@pytest.fixture
+def chain(cluster, tmp_path, tiny_data, monkeypatch):
+    monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+    return Chain(tmp_path, tiny_data, cluster)
+
+
+def test_second_stage_follows_a_first_that_took_two_attempts(chain):
+    chain.behave("if ((SLURM_RESTART_COUNT)); then complete; fi; until_told; reach 4; ends 75")
+    assert chain.submit() == 0
+    chain.wait_for_attempt("first", 0)
+    chain.cluster.call("scancel", "--batch", "--signal=USR1", chain.job_id("first"))
+    chain.wait_for("second", "COMPLETED")
+    assert "requeued (time limit near: true)" in chain.log("first")
+    assert "attempt 1 from step 4" in chain.log("first")
+    assert chain.cluster.state(chain.job_id("first")) == "COMPLETED"
+
+
+def test_failed_stage_cancels_the_next_and_can_be_submitted_again(chain, capsys):
+    chain.behave("reach 3; ends 3")
+    assert chain.submit() == 0
+    chain.wait_for("first", "FAILED")
+    chain.wait_for("second", "CANCELLED")
+    chain.behave("complete")
+    assert chain.submit() == 0
+    chain.wait_for("second", "COMPLETED")
+    capsys.readouterr()
+    assert chain.submit() == 0
+    assert "first: complete already" in capsys.readouterr().out
+
+
+def test_cancelled_stage_saves_stays_away_and_goes_on_when_submitted_again(chain):
+    chain.behave("until_told; reach 4; ends 75")
+    assert chain.submit() == 0
+    chain.wait_for_attempt("first", 0)
+    assert chain.submit() == 2  # it has a job
+    chain.cluster.call("scancel", chain.job_id("first"))
+    chain.wait_for("first", "CANCELLED")
+    chain.wait_for("second", "CANCELLED")
+    wait_until("the checkpoint", (chain.runs / "first" / "checkpoints" / "latest").exists)
+    chain.behave("[[ -d $stage/checkpoints ]] && complete")
+    assert chain.submit() == 0
+    chain.wait_for("second", "COMPLETED")
+
+
+@pytest.mark.long
+def test_requeue_by_hand_and_a_lost_node(chain):
+    chain.behave("((SLURM_RESTART_COUNT == 2)) && complete; reach $((SLURM_RESTART_COUNT + 1)); sleep 100")
+    assert chain.submit() == 0
+    chain.wait_for_attempt("first", 0)
+    chain.cluster.call("scontrol", "requeue", chain.job_id("first"))
+    chain.wait_for_attempt("first", 1)
+    node = chain.cluster.node_of(chain.job_id("first"))
+    chain.cluster.kill_node(node)
+    try:
+        chain.wait_for("second", "COMPLETED")
+    finally:
+        chain.cluster.start_node(node)
+    assert "attempt 2 from step 2" in chain.log("first")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--partition", "gone"), "invalid partition specified: gone"),
+        (("--partition", "short", "--time", "60"), "time limit"),
+        (("--nodes", "64", "train.global_batch_tokens=2048", "train.tokens=1M"), "Node count specification invalid"),
+        (("--gpus-per-node", "16", "--processes-per-node", "1"), "Requested node configuration is not available"),
+    ],
+)
+def test_what_slurm_refuses_is_one_message(chain, capsys, options, expected):
+    assert chain.submit(*options) == 2
+    assert expected in capsys.readouterr().err
+    assert not chain.runs.exists()
+
+
+@pytest.mark.long
+def test_interrupted_run_over_two_nodes_ends_with_the_same_weights(chain, tmp_path, tiny_data, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    chain.job.write_text(yaml.safe_dump({"time": "60", "gpus_per_node": 0, "processes_per_node": 1, "nodes": 2}))
+    steps = "train.tokens=19200"  # 300
+    assert chain.submit(steps) == 0
+    latest = chain.runs / "first" / "checkpoints" / "latest"
+    wait_until("a checkpoint", latest.exists)
+    chain.cluster.call("scancel", "--batch", "--signal=USR1", chain.job_id("first"))
+    wait_until("a checkpoint of stage 2", (chain.runs / "second" / "checkpoints" / "latest").exists, 240)
+    _kill_one_rank(chain.runs / "second" / "job" / "stage.yaml")
+    chain.wait_for("second", "COMPLETED")
+    for name in ("first", "second"):
+        assert "attempt 1 from step" in chain.log(name)
+    for name in ("first", "second"):
+        recipe = tmp_path / f"{name}.yaml"
+        assert train_on_ranks(recipe, steps, f"output_dir={tmp_path / 'unbroken'}", ranks=[Events()] * 2) == [0, 0]
+        (scratch := tmp_path / f"scratch-{name}").mkdir()
+        broken = read_checkpoint(chain.runs / name / "checkpoints" / "step-300", scratch)
+        unbroken = read_checkpoint(tmp_path / "unbroken" / name / "checkpoints" / "step-300", scratch)
+        assert broken.keys() == unbroken.keys()
+        assert all(broken[key].equal(unbroken[key]) for key in broken)
+
+
+def _kill_one_rank(stage) -> None:
+    answer = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True)
+    ranks = [line for line in answer.stdout.splitlines() if "palimpsa_launch.rank" in line and str(stage) in line]
+    ranks = [line for line in ranks if "torch.distributed.run" not in line]
+    assert len(ranks) == 2
+    os.kill(int(ranks[-1].split()[0]), signal.SIGKILL)
