@@ -54,9 +54,8 @@ KillWait=5
 MinJobAge=300
 JobRequeue=1
 EnforcePartLimits=ALL
-GresTypes=gpu
 NodeName=node[1-{nodes}] NodeHostname=node[1-{nodes}] NodeAddr=127.0.1.[1-{nodes}] Port=[{first}-{last}] CPUs=8 \
-SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCore=1 RealMemory=16000 Gres=gpu:8 State=UNKNOWN
+SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCore=1 RealMemory=16000 State=UNKNOWN
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 PartitionName=short Nodes=ALL MaxTime=10 State=UP
 """
@@ -100,7 +99,6 @@ class MiniSlurm:
         (folder / "munge" / "key").write_bytes(os.urandom(128))
         (folder / "munge" / "key").chmod(0o600)
         (folder / "plugstack.conf").touch()
-        (folder / "gres.conf").write_text("Name=gpu Count=8\n")
         names = "".join(f"127.0.1.{number} {name}\n" for number, name in enumerate(self._nodes, 1))
         (folder / "hosts").write_text(Path("/etc/hosts").read_text() + names)
         host = socket.gethostname().split(".")[0]

@@ -132,8 +132,11 @@ def test_requeue_by_hand_and_a_lost_node(chain):
     [
         (("--partition", "gone"), "invalid partition specified: gone"),
         (("--partition", "short", "--time", "60"), "time limit"),
-        (("--nodes", "64", "train.global_batch_tokens=2048", "train.tokens=1M"), "Node count specification invalid"),
-        (("--gpus-per-node", "16", "--processes-per-node", "1"), "Requested node configuration is not available"),
+        (
+            ("--nodes", "64", "train.global_batch_tokens=2048", "train.tokens=1M"),
+            "More processors requested than permitted",
+        ),
+        (("--gpus-per-node", "8", "--processes-per-node", "1"), "Invalid generic resource"),
     ],
 )
 def test_what_slurm_refuses_is_one_message(chain, capsys, options, expected):
