@@ -159,10 +159,20 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class DeepSpeedConfig:
+    """ZeRO: what is spread over data parallelism instead of being held whole by every rank."""
+
+    zero_stage: Literal[1, 2, 3] = 1
+    """1 spreads the float32 weights and moments, 2 the gradients too, 3 the weights too."""
+    overlap_comm: bool = False
+    """Reduce gradients beside the backward pass (stages 2 and 3)."""
+
+
+@dataclass(frozen=True, config=_STRICT)
 class ParallelConfig:
     """Layout; data parallelism is what the world size leaves over."""
 
-    engine: Literal["megatron"] = "megatron"
+    engine: Literal["megatron", "deepspeed"] = "megatron"
     tp: Positive = 1
     pp: Positive = 1
     vpp: Positive = 1
@@ -171,6 +181,9 @@ class ParallelConfig:
     """Context-parallel ranks; each takes micro_batch_size * seq_length / cp successive tokens of a packed row."""
     sequence_parallel: bool = False
     distributed_optimizer: bool = True
+    """Of the Megatron engine."""
+    deepspeed: DeepSpeedConfig = dataclasses.field(default_factory=DeepSpeedConfig)
+    """Of the DeepSpeed engine."""
 
     @property
     def replica_size(self) -> int:

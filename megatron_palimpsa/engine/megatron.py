@@ -2,64 +2,33 @@
 
 from __future__ import annotations
 
-import resource
-import sys
-from collections.abc import Callable, Iterator
-from functools import partial
-from itertools import tee
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.module import param_is_not_shared
 
 from megatron_palimpsa.config import StageConfig
-from megatron_palimpsa.engine import flops, optimizer_state
+from megatron_palimpsa.engine import optimizer_state
 from megatron_palimpsa.engine.assembly import build_chunks, build_optimizer, build_scheduler, wrap
-from megatron_palimpsa.engine.base import StepResult
 from megatron_palimpsa.engine.boxes import Box, ReadBox
 from megatron_palimpsa.engine.grad_norm import total_grad_norm
-from megatron_palimpsa.model import forward_loss
+from megatron_palimpsa.engine.scheduled import ScheduledEngine, check_precisions
 from megatron_palimpsa.parallel.cpu import cuda_means_cpu
-from megatron_palimpsa.training.batch import Batch
 
 
-class MegatronEngine:
+class MegatronEngine(ScheduledEngine):
     """`Engine` over Megatron-Core; needs `parallel.initialize` first."""
 
     def __init__(self, config: StageConfig) -> None:
-        self.config = config
-        self.optimizer_steps = 0
         with cuda_means_cpu():
-            self.chunks = build_chunks(config)
-            self._wrapped = wrap(self.chunks, config)
+            super().__init__(config, build_chunks(config))
+            self._wrapped = self._driven = wrap(self.chunks, config)
             self._optimizer = build_optimizer(self._wrapped, config)
             self._scheduler = build_scheduler(self._optimizer, config)
-        self._device = next(self.chunks[0].parameters()).device
         for chunk in self.chunks:
-            _check_precisions(chunk)
-        self._forward_backward = get_forward_backward_func()
-
-    @property
-    def num_parameters(self) -> int:
-        tp = parallel_state.get_tensor_model_parallel_world_size()
-        count = sum(
-            parameter.numel() * (tp if getattr(parameter, "tensor_model_parallel", False) else 1)
-            for chunk in self.chunks
-            for parameter in chunk.parameters()
-            if param_is_not_shared(parameter)
-        )
-        total = torch.tensor(count, dtype=torch.int64, device=self._device)
-        dist.all_reduce(total, group=parallel_state.get_pipeline_model_parallel_group())
-        return int(total)
-
-    @property
-    def model_flops_per_token(self) -> float:
-        return flops.train_flops_per_token(self.config.model)
+            check_precisions(chunk)
 
     @property
     def learning_rate(self) -> float:
@@ -67,138 +36,35 @@ class MegatronEngine:
         assert rate is not None
         return rate
 
-    def peak_memory_bytes(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-
-    def train_step(self, batches: Iterator[Batch], accept: Callable[[float, float], bool]) -> StepResult:
-        microbatches = self.config.num_microbatches(parallel_state.get_data_parallel_world_size())
+    def _prepare(self) -> None:
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        with cuda_means_cpu():
-            sums = self._run(batches, microbatches, forward_only=False)
-            self._optimizer.prepare_grads()
-            grad_norm = total_grad_norm(self._optimizer, self._device)
-        loss, tokens = self._mean_loss(sums)
-        # The schedule moves first: step k is taken at the rate of k, and a dropped step still passes.
-        self._scheduler.step(1)
-        applied = accept(loss, grad_norm)
-        if applied:
-            self._update(grad_norm)
-        return StepResult(loss=loss, grad_norm=grad_norm, applied=applied, tokens=tokens)
+
+    def _gradients(self) -> float:
+        self._optimizer.prepare_grads()
+        return total_grad_norm(self._optimizer, self._device)
 
     def _update(self, grad_norm: float) -> None:
-        with cuda_means_cpu():
-            parameters = self._optimizer.get_parameters()
-            clip_grad_by_total_norm_fp32(parameters, self.config.optimizer.clip_grad, grad_norm)
-            self._optimizer.step_with_ready_grads()
-        self.optimizer_steps += 1
-
-    def _run(self, batches: Iterator[Batch], microbatches: int, forward_only: bool) -> list[torch.Tensor]:
-        """Drive Megatron's schedule; what each microbatch's loss function stored, on the last pipeline stage."""
-        return self._forward_backward(
-            forward_step_func=self._forward_step,
-            # Each chunk takes the same microbatches in its own time.
-            data_iterator=list(tee(batches, len(self._wrapped))),
-            model=self._wrapped,
-            num_microbatches=microbatches,
-            seq_length=self.config.train.micro_batch_size * self.config.model.seq_length,
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
-
-    def _forward_step(
-        self, batches: Iterator[Batch], model: torch.nn.Module
-    ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        cp = parallel_state.get_context_parallel_group()
-        batch = next(batches).of_rank(cp.rank(), cp.size()).to(self._device)
-        return forward_loss(model, batch), partial(_sum_losses, batch.loss_mask)
-
-    def _mean_loss(self, sums: list[torch.Tensor]) -> tuple[float, int]:
-        """From (sum of losses, tokens) of this rank's microbatches to the mean over the global batch, everywhere."""
-        total = torch.zeros(2, dtype=torch.float64, device=self._device)
-        if sums:
-            total += torch.stack(sums).double().sum(dim=0)
-            dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-        self._from_last_stage(total)
-        loss_sum, tokens = total.tolist()
-        return loss_sum / max(tokens, 1.0), int(tokens)
-
-    def _from_last_stage(self, tensor: torch.Tensor) -> None:
-        group = parallel_state.get_pipeline_model_parallel_group()
-        if group.size() > 1:
-            dist.broadcast(tensor, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
-
-    @torch.no_grad()
-    def evaluate(self, batches: list[Batch]) -> tuple[torch.Tensor, float]:
-        group = parallel_state.get_data_parallel_group()
-        share = -(-len(batches) // group.size())
-        if len(self.chunks) > 1:
-            # The interleaved schedule takes whole groups of as many microbatches as there are pipeline ranks.
-            share = -(-share // self.config.parallel.pp) * self.config.parallel.pp
-        # Ranks without enough batches repeat the last one; the surplus is cut off after the gather.
-        mine = [batches[min(group.rank() * share + index, len(batches) - 1)] for index in range(share)]
-        for chunk in self.chunks:
-            chunk.eval()
-        with cuda_means_cpu():
-            outputs = self._run(iter(mine), share, forward_only=True)
-        for chunk in self.chunks:
-            chunk.train()
-        tokens = mine[0].tokens.size(1) // self.config.parallel.cp
-        losses = torch.empty(share, tokens, dtype=torch.float32, device=self._device)
-        if outputs:
-            torch.cat(outputs, out=losses)
-        self._from_last_stage(losses)
-        whole_rows = _gather(losses, parallel_state.get_context_parallel_group(), dim=1)
-        result = _gather(whole_rows, group, dim=0)[: len(batches)].cpu()
-        mask = torch.cat([batch.loss_mask for batch in batches]).cpu()
-        mean = (result.double() * mask).sum() / mask.sum().clamp(min=1)
-        return result, float(mean)
+        parameters = self._optimizer.get_parameters()
+        clip_grad_by_total_norm_fp32(parameters, self.config.optimizer.clip_grad, grad_norm)
+        self._optimizer.step_with_ready_grads()
 
     def state_share(self) -> list[tuple[Box, torch.Tensor]]:
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        return optimizer_state.share(self._optimizer, self.chunks, replicas)
+        return optimizer_state.share(
+            self._pieces(), self._locals(), replicas, spread=optimizer_state.is_spread(self._optimizer)
+        )
 
     def load_weights(self, read: ReadBox) -> None:
-        optimizer_state.load_weights(self._optimizer, self.chunks, read)
+        optimizer_state.load_weights(self._pieces(), self._locals(), read)
 
     def load_moments(self, read: ReadBox, optimizer_steps: int) -> None:
-        optimizer_state.load_moments(self._optimizer, self.chunks, read, optimizer_steps)
+        optimizer_state.load_moments(self._pieces(), self._locals(), read, optimizer_steps)
         self.optimizer_steps = optimizer_steps
 
-    def scheduler_state(self) -> dict[str, Any]:
-        return {"steps": self._scheduler.num_steps}
+    def _pieces(self) -> Iterator[optimizer_state.Piece]:
+        return optimizer_state.megatron_pieces(self._optimizer)
 
-    def load_scheduler_state(self, state: dict[str, Any]) -> None:
-        # Megatron's own load_state_dict adds to the position and takes over the peak of the run that saved.
-        self._scheduler.num_steps = state["steps"]
-        self._scheduler.step(0)
-
-
-def _gather(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-    """The ranks' tensors, all of one shape, one behind the other along `dim`."""
-    parts = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
-    return torch.cat(parts, dim)
-
-
-def _sum_losses(
-    loss_mask: torch.Tensor, losses: torch.Tensor, non_loss_data: bool = False
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Megatron's loss function: (sum to differentiate, tokens, what to report), or the losses when evaluating."""
-    losses = losses.float()
-    if non_loss_data:
-        return losses.detach()
-    total = (losses * loss_mask).sum()
-    tokens = loss_mask.sum()
-    return total, tokens.int(), torch.stack([total.detach(), tokens])
-
-
-def _check_precisions(module: torch.nn.Module) -> None:
-    for name, parameter in module.named_parameters():
-        if getattr(parameter, "keep_fp32", False) and parameter.dtype != torch.float32:
-            raise RuntimeError(f"{name} must stay in float32 but is {parameter.dtype} after wrapping")
+    def _locals(self) -> list[optimizer_state.Local]:
+        return optimizer_state.locals_of(self.chunks)

@@ -1,0 +1,90 @@
+"""Where DeepSpeed's ZeRO optimizers keep a rank's float32 weights, moments and reduced gradients.
+
+Stages 1 and 2 lay the parameters of a group end to end and give each data-parallel rank one stretch; stage 3 cuts
+each parameter by itself. Either way a rank has a few flat float32 tensors, and of each parameter at most one piece
+in one of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_palimpsa.engine.optimizer_state import Piece
+
+
+@dataclass(frozen=True)
+class FlatGroup:
+    """One flat tensor of a rank and the pieces in it; `index` is DeepSpeed's number of the group."""
+
+    index: int
+    pieces: list[Piece]
+
+
+def flat_groups(optimizer: Any, stage: int) -> list[FlatGroup]:
+    """The groups of DeepSpeed's optimizer in its order, the same on all ranks that hold equal parameters."""
+    return _of_stage_3(optimizer) if stage == 3 else _of_stages_1_and_2(optimizer)
+
+
+def _of_stages_1_and_2(optimizer: Any) -> list[FlatGroup]:
+    groups = []
+    for index, parameters in enumerate(optimizer.bit16_groups):
+        whole, size = optimizer.bit16_groups_flat[index], optimizer.partition_size[index]
+        low = size * dist.get_rank(optimizer.real_dp_process_group[index])
+        main = optimizer.single_partition_of_fp32_groups[index]
+        pieces = []
+        for parameter in parameters:
+            # Parameters are views of the group's flat tensor.
+            begin = parameter.data.storage_offset() - whole.storage_offset()
+            start, end = max(low - begin, 0), min(low + size - begin, parameter.numel())
+            if start < end:
+                pieces.append(Piece(parameter, start, end, main, optimizer.optimizer, begin + start - low))
+        groups.append(FlatGroup(index, pieces))
+    return groups
+
+
+def _of_stage_3(optimizer: Any) -> list[FlatGroup]:
+    groups = []
+    for index, parameters in enumerate(optimizer.fp16_groups):
+        main = optimizer.fp32_partitioned_groups_flat[index]
+        pieces = []
+        for parameter in parameters:
+            _, first, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            start = size * dist.get_rank(parameter.ds_process_group)
+            end = min(start + size, parameter.ds_numel)
+            if start < end:
+                pieces.append(Piece(parameter, start, end, main, optimizer.optimizer, first))
+        groups.append(FlatGroup(index, pieces))
+    return groups
+
+
+def flat_gradients(optimizer: Any, stage: int, offloaded: bool) -> list[Tensor]:
+    """The reduced gradients of this rank's flat tensors, in their layout; changing one changes what is stepped with."""
+    mains = optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
+    if offloaded:
+        return [main.grad for main in mains]
+    gradients = []
+    for index, main in enumerate(mains):
+        flat = torch.cat([part.reshape(-1).float() for part in optimizer.averaged_gradients[index]])
+        assert flat.shape == main.shape
+        # What DeepSpeed's step lays end to end.
+        optimizer.averaged_gradients[index] = [flat]
+        gradients.append(flat)
+    return gradients
+
+
+@torch.no_grad()
+def weights_from_mains(optimizer: Any, stage: int) -> None:
+    """Set the parameters from the float32 weights. Collective."""
+    if stage < 3:
+        optimizer.update_lp_params()
+        return
+    for index in range(len(optimizer.fp16_groups)):
+        optimizer._reassign_or_swap_out_partitioned_parameters(index)
+    if optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
