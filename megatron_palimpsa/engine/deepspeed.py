@@ -24,7 +24,7 @@ from megatron_palimpsa.config import StageConfig
 from megatron_palimpsa.engine import optimizer_state, zero_state
 from megatron_palimpsa.engine.assembly import build_chunks, build_scheduler
 from megatron_palimpsa.engine.boxes import Box, ReadBox
-from megatron_palimpsa.engine.deepspeed_setup import Groups, build_adamw, deepspeed_config, import_deepspeed
+from megatron_palimpsa.engine.deepspeed_setup import Groups, build_adamw, deepspeed_config, import_deepspeed, mixed_dtypes
 from megatron_palimpsa.engine.scheduled import ScheduledEngine, check_precisions
 from megatron_palimpsa.parallel.cpu import cuda_means_cpu
 
@@ -71,13 +71,14 @@ class DeepSpeedEngine(ScheduledEngine):
         # DeepSpeed keeps groups for the life of a process; those of a process group that was left are of no use.
         deepspeed.comm.comm.cdb = None
         deepspeed.utils.groups._WORLD_GROUP = None
-        self._engine, optimizer, _, _ = deepspeed.initialize(
-            model=model,
-            optimizer=adamw,
-            config=deepspeed_config(self.config),
-            mpu=Groups(),
-            dist_init_required=False,
-        )
+        with mixed_dtypes(deepspeed):
+            self._engine, optimizer, _, _ = deepspeed.initialize(
+                model=model,
+                optimizer=adamw,
+                config=deepspeed_config(self.config),
+                mpu=Groups(),
+                dist_init_required=False,
+            )
         self._driven = [_Driven(model, self._engine)]
         return optimizer
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,6 +71,40 @@ def import_deepspeed() -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     return deepspeed
+
+
+class _Buffers:
+    """Flat tensors of several dtypes end to end, as far as DeepSpeed looks at the one that it expects."""
+
+    def __init__(self, buffers: list[torch.Tensor]) -> None:
+        self._buffers = buffers
+
+    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
+        for buffer in self._buffers:
+            if start < buffer.numel():
+                return buffer.narrow(dim, start, length)
+            start -= buffer.numel()
+        raise IndexError(f"{length} elements from {start} on are beyond the end")
+
+
+@contextmanager
+def mixed_dtypes(deepspeed: Any) -> Iterator[None]:
+    """Within it DeepSpeed's stage 3 takes parameters of more than one dtype, one after another.
+
+    It keeps all partitions in one buffer, which has one dtype; parameters that stay in float32 get a buffer of their
+    own here.
+    """
+    stage3 = deepspeed.runtime.zero.stage3
+    of_one_dtype = stage3.defragment
+
+    def by_dtype(tensors: list[torch.Tensor]) -> _Buffers:
+        return _Buffers([of_one_dtype(list(same)) for _, same in itertools.groupby(tensors, lambda t: t.dtype)])
+
+    stage3.defragment = by_dtype
+    try:
+        yield
+    finally:
+        stage3.defragment = of_one_dtype
 
 
 def deepspeed_config(config: StageConfig) -> dict[str, Any]:
