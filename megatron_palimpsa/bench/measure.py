@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron_palimpsa import parallel
 from megatron_palimpsa.bench.batches import random_batch
 from megatron_palimpsa.config import StageConfig
-from megatron_palimpsa.engine.megatron import MegatronEngine
+from megatron_palimpsa.engine.select import build_engine
 from megatron_palimpsa.training import ranks
 
 _DISTINCT_BATCHES = 8
@@ -77,7 +77,7 @@ def _measure(config: StageConfig, warmup: int, steps: int) -> Measurement:
         torch.cuda.reset_peak_memory_stats()
     start = _now()
     parallel.initialize(config.parallel, config.seed)
-    engine = MegatronEngine(config)
+    engine = build_engine(config)
     build_seconds = _now() - start
     batches = itertools.cycle(_batches(config))
     seconds = []

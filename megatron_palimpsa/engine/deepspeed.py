@@ -24,7 +24,13 @@ from megatron_palimpsa.config import StageConfig
 from megatron_palimpsa.engine import optimizer_state, zero_state
 from megatron_palimpsa.engine.assembly import build_chunks, build_scheduler
 from megatron_palimpsa.engine.boxes import Box, ReadBox
-from megatron_palimpsa.engine.deepspeed_setup import Groups, build_adamw, deepspeed_config, import_deepspeed, mixed_dtypes
+from megatron_palimpsa.engine.deepspeed_setup import (
+    Groups,
+    build_adamw,
+    deepspeed_config,
+    import_deepspeed,
+    mixed_dtypes,
+)
 from megatron_palimpsa.engine.scheduled import ScheduledEngine, check_precisions
 from megatron_palimpsa.parallel.cpu import cuda_means_cpu
 
@@ -100,7 +106,7 @@ class DeepSpeedEngine(ScheduledEngine):
             self._zero.set_gradient_accumulation_boundary(False)
         else:
             self._zero.finalize_gradient_accumulation_boundary()
-        self._gradients_of = zero_state.flat_gradients(self._zero, self._stage, offloaded=False)
+        self._gradients_of = zero_state.flat_gradients(self._zero, self._stage)
         self._sum_copies()
         replicas = Groups.get_data_parallel_group()
         last = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -185,9 +191,7 @@ class DeepSpeedEngine(ScheduledEngine):
         for local in self._locals:
             piece = pieces.get(id(local.parameter))
             if piece is not None:
-                piece.values("weight").copy_(
-                    optimizer_state.read_range(local, piece.start, piece.end, "weight", read)
-                )
+                piece.values("weight").copy_(optimizer_state.read_range(local, piece.start, piece.end, "weight", read))
             elif not local.parameter.requires_grad:
                 kept = self._frozen[id(local.parameter)]
                 kept.copy_(optimizer_state.read_range(local, 0, local.numel, "weight", read).view(kept.shape))

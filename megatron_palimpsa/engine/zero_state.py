@@ -62,11 +62,9 @@ def _of_stage_3(optimizer: Any) -> list[FlatGroup]:
     return groups
 
 
-def flat_gradients(optimizer: Any, stage: int, offloaded: bool) -> list[Tensor]:
+def flat_gradients(optimizer: Any, stage: int) -> list[Tensor]:
     """The reduced gradients of this rank's flat tensors, in their layout; changing one changes what is stepped with."""
     mains = optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
-    if offloaded:
-        return [main.grad for main in mains]
     gradients = []
     for index, main in enumerate(mains):
         flat = torch.cat([part.reshape(-1).float() for part in optimizer.averaged_gradients[index]])

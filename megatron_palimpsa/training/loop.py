@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron_palimpsa import parallel
 from megatron_palimpsa.config import ConfigError, StageConfig
 from megatron_palimpsa.engine.base import Engine
-from megatron_palimpsa.engine.megatron import MegatronEngine
+from megatron_palimpsa.engine.select import build_engine
 from megatron_palimpsa.training import checkpoint, ranks
 from megatron_palimpsa.training.console import clock
 from megatron_palimpsa.training.data import StageData
@@ -71,7 +71,7 @@ class _Run:
         self.data = data
         self.valid_batches = data.valid_batches()
         self.stop = stop
-        self.engine: Engine = MegatronEngine(config)
+        self.engine: Engine = build_engine(config)
         train = config.train
         self.guard = StepGuard(train.max_grad_norm_ratio, train.max_loss_rise, train.max_bad_steps)
         resumed = self._resume()

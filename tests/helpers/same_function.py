@@ -57,7 +57,7 @@ def assert_same_function(runs: list[Run], expected: Run, tp: int, bounds: Deviat
     seen = Deviations(
         loss=_relative(_losses(runs[0]), _losses(expected)),
         grad_norm=_relative(_norms(runs[0]), _norms(expected)),
-        gradient=max(errors.values()),
+        gradient=max(errors.values(), default=0.0),
         weight=max((weight - expected.weights[name].value).abs().max().item() for name, weight in weights.items()),
         token_loss=(runs[0].evaluation - expected.evaluation).abs().max().item(),
     )

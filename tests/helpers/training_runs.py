@@ -20,8 +20,11 @@ from helpers.engine_state import state_of
 from helpers.stages import random_batch
 from megatron_palimpsa import parallel
 from megatron_palimpsa.config import ConfigError, ParallelConfig, StageConfig
-from megatron_palimpsa.engine.base import StepResult
+from megatron_palimpsa.engine.base import Engine, StepResult
+from megatron_palimpsa.engine.deepspeed import DeepSpeedEngine
 from megatron_palimpsa.engine.megatron import MegatronEngine
+from megatron_palimpsa.engine.optimizer_state import Piece
+from megatron_palimpsa.engine.select import build_engine
 from megatron_palimpsa.model.naming import global_parameters
 from megatron_palimpsa.training import checkpoint, checkpoint_files, checkpoint_saver
 from megatron_palimpsa.training.batch import Batch
@@ -73,16 +76,33 @@ def share_of_batches(config: StageConfig, first_step: int) -> Iterator[Batch]:
         index += ranks
 
 
+def train_with_a_refusal(config: StageConfig) -> Run:
+    """Four steps of which the second is refused, each followed by an evaluation."""
+    with layout(config):
+        engine = build_engine(config)
+        batches = share_of_batches(config, 0)
+        results, rates = [], []
+        for step in range(4):
+            results.append(engine.train_step(batches, lambda loss, grad_norm, step=step: step != 1))
+            rates.append(engine.learning_rate)
+            evaluation, loss = engine.evaluate([random_batch(config, seed=900 + index) for index in range(3)])
+        weights = shares(engine, gradients=False)
+        return Run(results, {}, weights, rates, evaluation, loss, engine.num_parameters, engine.model_flops_per_token)
+
+
 def always(loss: float, grad_norm: float) -> bool:
     return True
 
 
-def shares(engine: MegatronEngine, gradients: bool) -> dict[str, Share]:
+def shares(engine: Engine, gradients: bool) -> dict[str, Share]:
     result = {}
+    spread = zero_values(engine, gradients) if isinstance(engine, DeepSpeedEngine) else {}
     for name, parameter in (named for chunk in engine.chunks for named in global_parameters(chunk)):
         if gradients and not parameter.requires_grad:
             continue
-        value = parameter.main_grad if gradients else parameter.detach()
+        value = spread.get(id(parameter), parameter.detach())
+        if gradients and not spread:
+            value = parameter.main_grad
         split = getattr(parameter, "tensor_model_parallel", False)
         result[name] = Share(
             value.to("cpu", torch.float32, copy=True),
@@ -90,6 +110,33 @@ def shares(engine: MegatronEngine, gradients: bool) -> dict[str, Share]:
             getattr(parameter, "partition_stride", 1),
         )
     return result
+
+
+def zero_values(engine: DeepSpeedEngine, gradients: bool) -> dict[int, Tensor]:
+    """Whole weights or reduced gradients from the pieces of all data-parallel ranks, by the parameter's id."""
+    values = {}
+    parts = {id(piece.parameter): (piece, gradient) for piece, gradient in pieces_with(engine, gradients)}
+    for parameter in engine.chunks[0].parameters():
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        if not parameter.requires_grad:
+            values[id(parameter)] = engine._frozen[id(parameter)]
+            continue
+        whole = torch.zeros(shape).view(-1)
+        if id(parameter) in parts:
+            piece, value = parts[id(parameter)]
+            whole[piece.start : piece.end] = value
+        dist.all_reduce(whole, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        values[id(parameter)] = whole.view(shape)
+    return values
+
+
+def pieces_with(engine: DeepSpeedEngine, gradients: bool) -> Iterator[tuple[Piece, Tensor]]:
+    if gradients:
+        for piece, flat in engine._pieces_and_gradients():
+            yield piece, flat[piece.place]
+    else:
+        for piece in engine._pieces():
+            yield piece, piece.values("weight")
 
 
 def gather_gradients(engine: MegatronEngine) -> None:
@@ -104,11 +151,11 @@ def gather_gradients(engine: MegatronEngine) -> None:
 def train(config: StageConfig, steps: int) -> Run:
     """`steps` steps from the start, the gradients of the first being looked at, then evaluation."""
     with layout(config):
-        engine = MegatronEngine(config)
+        engine = build_engine(config)
         gradients: dict[str, Share] = {}
 
         def look(loss: float, grad_norm: float) -> bool:
-            if config.parallel.distributed_optimizer:
+            if isinstance(engine, MegatronEngine) and config.parallel.distributed_optimizer:
                 gather_gradients(engine)
             gradients.update(shares(engine, gradients=True))
             return True
@@ -140,7 +187,7 @@ class Resumed:
     state: dict[str, Tensor]
 
 
-def _go_on(engine: MegatronEngine, batches: Iterator[Batch], steps: int) -> Resumed:
+def _go_on(engine: Engine, batches: Iterator[Batch], steps: int) -> Resumed:
     results, rates = [], []
     for _ in range(steps):
         results.append(engine.train_step(batches, always))
@@ -151,7 +198,7 @@ def _go_on(engine: MegatronEngine, batches: Iterator[Batch], steps: int) -> Resu
 def train_and_save(config: StageConfig, steps: int, more: int, folder: Path) -> Resumed:
     """`steps` steps, a checkpoint, `more` steps."""
     with layout(config):
-        engine = MegatronEngine(config)
+        engine = build_engine(config)
         batches = share_of_batches(config, 0)
         for _ in range(steps):
             engine.train_step(batches, always)
@@ -165,7 +212,7 @@ def load_and_train(config: StageConfig, steps: int, more: int, folder: Path, sav
     With `save_again` the state as loaded is saved to `loaded-<steps>`, and the state afterwards as the next step.
     """
     with layout(config):
-        engine = MegatronEngine(config)
+        engine = build_engine(config)
         path = checkpoint.latest(folder)
         assert path is not None
         assert checkpoint.load(path, engine) == {"step": steps}
@@ -192,7 +239,7 @@ def whole_tensors(path: Path) -> dict[str, Tensor]:
 def save_with_a_full_disk_on_one_rank(config: StageConfig, folder: Path, background: bool) -> str:
     """The message that this rank gets; the second of two ranks cannot write."""
     with layout(config):
-        engine = MegatronEngine(config)
+        engine = build_engine(config)
         checkpoint.save(folder, 1, engine, {}, keep=2)
 
         def no_space(descriptor: int) -> None:
@@ -216,7 +263,7 @@ def save_with_a_full_disk_on_one_rank(config: StageConfig, folder: Path, backgro
 def save_while_one_rank_is_slow(config: StageConfig, folder: Path) -> list[int | None]:
     """What is saved at each of five step boundaries after a save, where rank 1 has not written before the third."""
     with layout(config):
-        engine = MegatronEngine(config)
+        engine = build_engine(config)
         written = threading.Event()
         write = checkpoint_saver.write_rank_file
 
@@ -245,7 +292,7 @@ def save_while_one_rank_is_slow(config: StageConfig, folder: Path) -> list[int |
 def elements_of_share(config: StageConfig) -> int:
     """How many numbers of weights and moments this rank writes."""
     with layout(config):
-        engine = MegatronEngine(config)
+        engine = build_engine(config)
         return sum(box.numel for box, _ in engine.state_share())
 
 

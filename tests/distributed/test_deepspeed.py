@@ -1,0 +1,149 @@
+"""The DeepSpeed engine computes what one process of the Megatron engine does, and its checkpoints are the same."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import training_runs
+from helpers.layout_table import STEPS, Layout, Pipeline, stage
+from helpers.same_function import FP32, assert_same_function
+from helpers.training_runs import Resumed, Run
+from helpers.workers import Workers
+
+from megatron_palimpsa import parallel
+from megatron_palimpsa.config import StageConfig, check_stage
+from megatron_palimpsa.config.schema import DeepSpeedConfig
+
+pytest.importorskip("deepspeed")
+
+LAYOUTS = {
+    "dp2": Layout(dp=2),
+    "dp2-untied": Layout(dp=2, tied=False),
+    "tp2": Layout(tp=2),
+    "tp2-sp": Layout(tp=2, sequence_parallel=True),
+    "tp2-g2-untied": Layout(tp=2, ngroups=2, tied=False),
+    "cp2": Layout(cp=2),
+    "pp2": Layout(pipeline=Pipeline(2, 1)),
+    "pp2-untied": Layout(pipeline=Pipeline(2, 1), tied=False),
+}
+LARGE_LAYOUTS = {
+    "tp2-sp-dp2": Layout(tp=2, sequence_parallel=True, dp=2),
+    "dp4": Layout(dp=4),
+    "pp2-dp2": Layout(pipeline=Pipeline(2, 1), dp=2),
+    "tp2-sp-pp2": Layout(tp=2, sequence_parallel=True, pipeline=Pipeline(2, 1)),
+}
+
+
+def cases(layouts: dict[str, Layout]) -> list[Any]:
+    return [
+        pytest.param(layout, zero, id=f"{name}-zero{zero}")
+        for name, layout in layouts.items()
+        for zero in ((1,) if layout.pipeline.pp > 1 else (1, 2, 3))
+    ]
+
+
+def zero_stage(layout: Layout, zero: int, overlap_comm: bool = False, **overrides: Any) -> StageConfig:
+    config = stage(layout, **overrides)
+    settings = DeepSpeedConfig(zero_stage=zero, overlap_comm=overlap_comm)  # type: ignore[arg-type]
+    config = replace(config, parallel=replace(config.parallel, engine="deepspeed", deepspeed=settings))
+    check_stage(config, layout.ranks)
+    return config
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Workers]:
+    """Their own processes: DeepSpeed numbers modules over a process's life, and the numbers must agree."""
+    workers = Workers(2)
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[Workers]:
+    workers = Workers(4)
+    yield workers
+    workers.close()
+
+
+@pytest.mark.parametrize(("layout", "zero"), cases(LAYOUTS))
+def test_a_zero_stage_computes_what_one_process_does(
+    layout: Layout, zero: int, two_ranks: Workers, one_process_run: Callable[[StageConfig, int], Run]
+) -> None:
+    runs = two_ranks.run(training_runs.train, zero_stage(layout, zero), STEPS)
+    expected = one_process_run(stage(layout.one_process), STEPS)
+    assert_same_function(runs, expected, layout.tp, FP32)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("layout", "zero"), cases(LARGE_LAYOUTS))
+def test_so_it_does_on_four_ranks(
+    layout: Layout, zero: int, four_ranks: Workers, one_process_run: Callable[[StageConfig, int], Run]
+) -> None:
+    runs = four_ranks.run(training_runs.train, zero_stage(layout, zero), STEPS)
+    expected = one_process_run(stage(layout.one_process), STEPS)
+    assert_same_function(runs, expected, layout.tp, FP32)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_overlap_changes_nothing(
+    zero: int, two_ranks: Workers, one_process_run: Callable[[StageConfig, int], Run]
+) -> None:
+    runs = two_ranks.run(training_runs.train, zero_stage(Layout(dp=2), zero, overlap_comm=True), STEPS)
+    assert_same_function(runs, one_process_run(stage(Layout()), STEPS), 1, FP32)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_refused_step_and_evaluations_leave_nothing_behind(
+    zero: int, two_ranks: Workers, one_process_run: Callable[[StageConfig, int], Run]
+) -> None:
+    runs: list[Run] = two_ranks.run(training_runs.train_with_a_refusal, zero_stage(Layout(dp=2), zero))
+    try:
+        expected = training_runs.train_with_a_refusal(stage(Layout()))
+    finally:
+        parallel.destroy()
+    assert [step.applied for step in runs[0].steps] == [True, False, True, True]
+    assert_same_function(runs, expected, 1, FP32)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("layout", "zero"),
+    [(Layout(dp=2), 1), (Layout(dp=2), 2), (Layout(dp=2), 3), (Layout(tp=2, sequence_parallel=True), 3)],
+    ids=["dp2-zero1", "dp2-zero2", "dp2-zero3", "tp2-sp-zero3"],
+)
+def test_resumed_it_goes_on_bit_for_bit(
+    layout: Layout, zero: int, precision: str, two_ranks: Workers, tmp_path: Path
+) -> None:
+    config = zero_stage(layout, zero, train={"precision": precision})
+    saved: list[Resumed] = two_ranks.run(training_runs.train_and_save, config, 2, 2, tmp_path)
+    loaded: list[Resumed] = two_ranks.run(training_runs.load_and_train, config, 2, 2, tmp_path, False)
+    for before, after in zip(saved, loaded, strict=True):
+        assert after.steps == before.steps
+        assert after.learning_rates == before.learning_rates
+        for name, value in before.state.items():
+            assert torch.equal(value, after.state[name]), name
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_engines_exchange_checkpoints(zero: int, two_ranks: Workers, tmp_path: Path) -> None:
+    """Megatron saves, DeepSpeed loads and saves again, Megatron goes on from that: nothing is lost or changed."""
+    megatron = stage(Layout(tp=2))
+    deepspeed = zero_stage(Layout(dp=2), zero)
+    saved = two_ranks.run(training_runs.train_and_save, megatron, 2, 2, tmp_path / "megatron")
+    loaded = two_ranks.run(training_runs.load_and_train, deepspeed, 2, 2, tmp_path / "megatron", True)
+    first, second = (training_runs.whole_tensors(tmp_path / "megatron" / name) for name in ("step-2", "loaded-2"))
+    assert first.keys() == second.keys()
+    for key, value in first.items():
+        assert torch.equal(value, second[key]), key
+    shutil.copytree(tmp_path / "megatron" / "loaded-2", tmp_path / "again" / "step-2")
+    again = two_ranks.run(training_runs.load_and_train, megatron, 2, 2, tmp_path / "again", False)
+    assert again[0].steps == saved[0].steps
+    for ours, theirs in zip(loaded[0].steps, saved[0].steps, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)

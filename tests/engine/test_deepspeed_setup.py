@@ -1,0 +1,106 @@
+"""What DeepSpeed is given, and what is refused before it starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.stages import tiny_stage
+from helpers.without import without
+
+from megatron_palimpsa import parallel
+from megatron_palimpsa.config import ConfigError
+from megatron_palimpsa.engine.assembly import build_chunks
+from megatron_palimpsa.engine.deepspeed_setup import build_adamw, import_deepspeed, mixed_dtypes
+from megatron_palimpsa.engine.megatron import MegatronEngine
+from megatron_palimpsa.parallel.cpu import cuda_means_cpu
+
+TWO_STAGES = {"pattern": "MP|*-P"}
+
+
+def refused(message: str, ranks: int = 1, **sections: Any) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny_stage(ranks, **sections)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_spread_gradients_under_a_pipeline_are_refused_by_name(zero):
+    layout = {"engine": "deepspeed", "pp": 2, "deepspeed": {"zero_stage": zero}}
+    refused(f"parallel.pp=2 with parallel.deepspeed.zero_stage={zero}", 2, model=TWO_STAGES, parallel=layout)
+
+
+def test_interleaving_is_refused():
+    layout = {"engine": "deepspeed", "pp": 2, "vpp": 2}
+    refused("parallel.vpp=2 with parallel.engine=deepspeed", 2, model={"pattern": "M|P|*|-"}, parallel=layout)
+
+
+def test_settings_of_the_other_engine_are_refused():
+    refused("parallel.deepspeed holds settings", parallel={"deepspeed": {"zero_stage": 2}})
+
+
+def test_overlap_that_cannot_be_is_refused():
+    layout = {"engine": "deepspeed", "deepspeed": {"zero_stage": 1, "overlap_comm": True}}
+    refused("overlap_comm=true with parallel.deepspeed.zero_stage=1", parallel=layout)
+
+
+@pytest.mark.parametrize("zero", [0, 4, "1"])
+def test_stages_are_1_2_3(zero):
+    refused("zero_stage", parallel={"engine": "deepspeed", "deepspeed": {"zero_stage": zero}})
+
+
+def test_without_deepspeed_the_message_says_how_to_install_it():
+    with without("deepspeed"), pytest.raises(ConfigError, match=r"DS_BUILD_OPS=0 pip install"):
+        import_deepspeed()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weight_decay_is_that_of_the_megatron_engine(precision):
+    config = tiny_stage(train={"precision": precision}, parallel={"distributed_optimizer": False})
+    parallel.initialize(config.parallel, config.seed)
+    try:
+        engine = MegatronEngine(config)
+        with cuda_means_cpu():
+            [model] = build_chunks(config)
+        adamw = build_adamw(model.parameters(), config)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        exempt = {
+            names[id(parameter)]
+            for group in adamw.param_groups
+            if group["wd_mult"] == 0.0
+            for parameter in group["params"]
+        }
+        for group in adamw.param_groups:
+            assert len({parameter.dtype for parameter in group["params"]}) == 1
+        trained = {names[id(parameter)] for group in adamw.param_groups for parameter in group["params"]}
+        assert trained == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        theirs = {
+            group["wd_mult"]: sum(parameter.numel() for parameter in group["params"])
+            for group in engine._optimizer.param_groups
+        }
+        sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+        assert exempt
+        assert sum(sizes[name] for name in exempt) == sum(
+            parameter.numel()
+            for group in engine._optimizer.param_groups
+            if group["wd_mult"] == 0.0
+            for parameter in group["params"]
+        )
+        assert 1.0 in theirs
+    finally:
+        parallel.destroy()
+
+
+def test_partitions_of_two_dtypes_lie_in_two_buffers():
+    deepspeed = pytest.importorskip("deepspeed")
+    tensors = [
+        torch.full((size,), float(size), dtype=dtype)
+        for size, dtype in ((3, torch.bfloat16), (2, torch.bfloat16), (4, torch.float32))
+    ]
+    with mixed_dtypes(deepspeed):
+        buffers = deepspeed.runtime.zero.stage3.defragment(tensors)
+    assert buffers.narrow(0, 0, 5).tolist() == [3.0] * 3 + [2.0] * 2
+    assert buffers.narrow(0, 5, 4).dtype == torch.float32
+    assert tensors[2].data_ptr() == buffers.narrow(0, 5, 4).data_ptr()
+    with pytest.raises(IndexError):
+        buffers.narrow(0, 9, 1)
