@@ -172,23 +172,31 @@ def _train(arguments: list[str], environment: dict[str, str], events: Events) ->
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
 
-    class Engine(loop.MegatronEngine):
-        def train_step(self, batches, accept):
-            step = self.scheduler_state()["steps"] + 1
+    build_engine = loop.build_engine
+
+    def build_with_events(config):
+        engine = build_engine(config)
+        take_step = engine.train_step
+
+        def train_step(batches, accept):
+            step = engine.scheduler_state()["steps"] + 1
             handle = None
             if step in events.poison:
-                handle = next(self.chunks[0].parameters()).register_hook(lambda gradient: gradient * float("nan"))
-            result = super().train_step(batches, accept)
+                handle = next(engine.chunks[0].parameters()).register_hook(lambda gradient: gradient * float("nan"))
+            result = take_step(batches, accept)
             if handle is not None:
                 handle.remove()
             if step == events.ruin:
-                for parameter in filter(lambda parameter: parameter.requires_grad, self.chunks[0].parameters()):
+                for parameter in filter(lambda parameter: parameter.requires_grad, engine.chunks[0].parameters()):
                     parameter.data.fill_(float("nan"))
             if step in events.signals:
                 os.kill(os.getpid(), events.signals[step])
             return result
 
-    loop.MegatronEngine = Engine
+        engine.train_step = train_step
+        return engine
+
+    loop.build_engine = build_with_events
     sys.exit(main(["train", *arguments]))
 
 

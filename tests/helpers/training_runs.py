@@ -121,7 +121,7 @@ def zero_values(engine: DeepSpeedEngine, gradients: bool) -> dict[int, Tensor]:
         if not parameter.requires_grad:
             values[id(parameter)] = engine._frozen[id(parameter)]
             continue
-        whole = torch.zeros(shape).view(-1)
+        whole = torch.zeros(shape, device=parameter.device).view(-1)
         if id(parameter) in parts:
             piece, value = parts[id(parameter)]
             whole[piece.start : piece.end] = value
