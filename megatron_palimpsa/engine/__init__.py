@@ -1,1 +1,1 @@
-"""Engines: one interface over Megatron (and, later, DeepSpeed)."""
+"""Engines: one interface over Megatron and DeepSpeed."""
