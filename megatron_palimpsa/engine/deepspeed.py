@@ -8,6 +8,7 @@ gradients are clipped by counts each parameter once.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,9 @@ from megatron_palimpsa.engine.deepspeed_setup import (
 )
 from megatron_palimpsa.engine.scheduled import ScheduledEngine, check_precisions
 from megatron_palimpsa.parallel.cpu import cuda_means_cpu
+
+
+logger = logging.getLogger(__name__)
 
 
 class _Driven(torch.nn.Module):
@@ -86,6 +90,7 @@ class DeepSpeedEngine(ScheduledEngine):
                 dist_init_required=False,
             )
         self._driven = [_Driven(model, self._engine)]
+        logger.info("DeepSpeed %s, ZeRO stage %d, steps torch's AdamW", deepspeed.__version__, self._stage)
         return optimizer
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_palimpsa.config import ModelConfig, StageConfig
+from megatron_palimpsa.config import ModelConfig, ParallelConfig, StageConfig
 from megatron_palimpsa.engine.flops import train_flops_per_token
 from megatron_palimpsa.training.advice import USABLE, advise, fits
 from megatron_palimpsa.training.console import short_count
@@ -43,8 +43,7 @@ def describe(
         f"sequence length {model.seq_length:,}",
         f"layout         {world_size} rank{'s' if world_size > 1 else ''}: "
         f"tp {parallel.tp}, pp {parallel.pp}{chunks}, cp {parallel.cp}, dp {dp}; "
-        f"{train.precision}, recompute {train.recompute}, "
-        f"{'distributed' if parallel.distributed_optimizer else 'replicated'} optimizer",
+        f"{train.precision}, recompute {train.recompute}, {_optimizer(parallel)}",
         f"tokens         {train.tokens:,} in {steps:,} steps of {train.global_batch_tokens:,} "
         f"({config.global_batch_size} sequences, {config.num_microbatches(dp)} microbatches of "
         f"{train.micro_batch_size} a rank); {flops:.2e} FLOPs",
@@ -59,6 +58,12 @@ def describe(
         f"{_size(checkpoint_bytes(model))} each{copy}",
     ]
     return "\n".join(lines)
+
+
+def _optimizer(parallel: ParallelConfig) -> str:
+    if parallel.engine == "deepspeed":
+        return f"DeepSpeed ZeRO stage {parallel.deepspeed.zero_stage}"
+    return f"{'distributed' if parallel.distributed_optimizer else 'replicated'} optimizer"
 
 
 def _fit(config: StageConfig, world_size: int, total: int, gpu_memory: int | None) -> list[str]:
