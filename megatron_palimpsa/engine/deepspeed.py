@@ -35,7 +35,6 @@ from megatron_palimpsa.engine.deepspeed_setup import (
 from megatron_palimpsa.engine.scheduled import ScheduledEngine, check_precisions
 from megatron_palimpsa.parallel.cpu import cuda_means_cpu
 
-
 logger = logging.getLogger(__name__)
 
 

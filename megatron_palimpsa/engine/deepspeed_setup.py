@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_palimpsa.config import ConfigError, StageConfig
+from megatron_palimpsa.config import StageConfig
 
 
 class Groups:
@@ -56,18 +56,9 @@ class Groups:
 
 
 def import_deepspeed() -> Any:
-    """The package, kept from compiling its shared-memory collectives at the first use.
+    """The package, kept from compiling its shared-memory collectives at the first use."""
+    import deepspeed
 
-    Raises:
-        ConfigError: it is not installed.
-    """
-    try:
-        import deepspeed
-    except ImportError as error:
-        raise ConfigError(
-            f"parallel.engine=deepspeed: DeepSpeed cannot be imported ({error}); "
-            f"DS_BUILD_OPS=0 pip install 'megatron-palimpsa[deepspeed]', or parallel.engine=megatron"
-        ) from None
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     return deepspeed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_palimpsa.config import StageConfig
 from megatron_palimpsa.engine.base import Engine
 from megatron_palimpsa.engine.deepspeed import DeepSpeedEngine
+from megatron_palimpsa.engine.installed import require_engine
 from megatron_palimpsa.engine.megatron import MegatronEngine
 
 
@@ -14,4 +15,5 @@ def build_engine(config: StageConfig) -> Engine:
     Raises:
         ConfigError: it is DeepSpeed, which is not installed.
     """
+    require_engine(config)
     return DeepSpeedEngine(config) if config.parallel.engine == "deepspeed" else MegatronEngine(config)

@@ -7,6 +7,7 @@ import logging
 
 from megatron_palimpsa import launcher
 from megatron_palimpsa.config import StageConfig, check_stage
+from megatron_palimpsa.engine.installed import require_engine
 from megatron_palimpsa.training import advice, plan
 from megatron_palimpsa.training.console import clock
 from megatron_palimpsa.training.data import StageData
@@ -93,6 +94,7 @@ def _check_inputs(
     config: StageConfig, folder: RunFolder, planned_source: Source | None = None
 ) -> tuple[Source | None, StageData]:
     check_usable(config)
+    require_engine(config)
     source = planned_source or find_source(config)
     data = StageData(config)
     saves = config.total_steps // config.checkpoint.interval + 1

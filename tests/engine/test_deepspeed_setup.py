@@ -11,7 +11,8 @@ from helpers.stages import tiny_stage
 
 from megatron_palimpsa.config import ConfigError
 from megatron_palimpsa.engine.assembly import build_chunks
-from megatron_palimpsa.engine.deepspeed_setup import build_adamw, import_deepspeed, mixed_dtypes
+from megatron_palimpsa.engine.deepspeed_setup import build_adamw, mixed_dtypes
+from megatron_palimpsa.engine.installed import require_engine
 from megatron_palimpsa.parallel.cpu import cuda_means_cpu
 
 TWO_STAGES = {"pattern": "MP|*-P"}
@@ -49,8 +50,9 @@ def test_stages_are_1_2_3(zero):
 
 def test_without_deepspeed_the_message_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
+    require_engine(tiny_stage())
     with pytest.raises(ConfigError, match="DS_BUILD_OPS=0 pip install"):
-        import_deepspeed()
+        require_engine(tiny_stage(parallel={"engine": "deepspeed"}))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
