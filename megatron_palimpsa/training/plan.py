@@ -52,7 +52,8 @@ def describe(
         *(f"{'data' if index == 0 else '':<14} {line}" for index, line in enumerate(data)),
         f"memory a rank  about {_size(memory.total)}: weights {_size(memory.weights)}, "
         f"gradients {_size(memory.gradients)}, optimizer {_size(memory.optimizer)}, "
-        f"activations {_size(memory.activations)} on a GPU at the peak; the CUDA context comes on top",
+        f"activations {_size(memory.activations)} on a GPU at the peak; the CUDA context comes on top"
+        f"{_uncounted(parallel)}",
         *_fit(config, world_size, memory.total, gpu_memory),
         f"checkpoints    every {config.checkpoint.interval:,} steps, {config.checkpoint.keep} kept, about "
         f"{_size(checkpoint_bytes(model))} each{copy}",
@@ -66,9 +67,13 @@ def _optimizer(parallel: ParallelConfig) -> str:
     return f"{'distributed' if parallel.distributed_optimizer else 'replicated'} optimizer"
 
 
+def _uncounted(parallel: ParallelConfig) -> str:
+    return "; counted for the Megatron engine, ZeRO's partitions differ" if parallel.engine == "deepspeed" else ""
+
+
 def _fit(config: StageConfig, world_size: int, total: int, gpu_memory: int | None) -> list[str]:
     """Whether the stage fits into a GPU, and what would make it fit."""
-    if gpu_memory is None:
+    if gpu_memory is None or config.parallel.engine == "deepspeed":
         return []
     if fits(total, gpu_memory):
         return [f"{'':<14} fits into a GPU of {_size(gpu_memory)}"]
