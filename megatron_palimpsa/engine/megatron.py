@@ -50,6 +50,9 @@ class MegatronEngine(ScheduledEngine):
         clip_grad_by_total_norm_fp32(parameters, self.config.optimizer.clip_grad, grad_norm)
         self._optimizer.step_with_ready_grads()
 
+    def _drop(self) -> None:
+        pass  # `_prepare` zeroes the buffers before the next batch
+
     def state_share(self) -> list[tuple[Box, torch.Tensor]]:
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         return optimizer_state.share(

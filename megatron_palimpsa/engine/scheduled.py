@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import tee
@@ -25,7 +26,7 @@ from megatron_palimpsa.parallel.cpu import cuda_means_cpu
 from megatron_palimpsa.training.batch import Batch
 
 
-class ScheduledEngine:
+class ScheduledEngine(ABC):
     """The part of `Engine` that does not depend on who reduces gradients and steps the optimizer."""
 
     _scheduler: OptimizerParamScheduler
@@ -50,18 +51,19 @@ class ScheduledEngine:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
 
+    @abstractmethod
     def _gradients(self) -> float:
         """Reduce the gradients of the batch that just passed; the whole model's gradient norm."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _prepare(self) -> None:
         """Forget the gradients of the batch before."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _update(self, grad_norm: float) -> None:
         """Clip the reduced gradients and step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _drop(self) -> None:
         """Forget the reduced gradients without a step."""
 
