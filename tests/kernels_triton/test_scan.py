@@ -77,7 +77,7 @@ def test_states_run_backwards_keep_more_than_bf16_at_a_documents_start() -> None
     reference = run(palimpsa_reference, {name: x.double() for name, x in inputs.items()}, None, seeds)
     result = run(chunk_palimpsa, inputs, None, seeds, output_final_state=True, chunk_size=64)
     for name in ("dM", "dIbar", "dprior"):
-        assert relative_error(result[name], reference[name], 0.0) < 2e-4, name
+        assert relative_error(result[name], reference[name], 0.0) < 3e-4, name
 
 
 def test_sums_behind_the_decays_gradient_are_more_exact_than_bf16() -> None:
