@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -17,13 +20,14 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._locked = False
+        self._unlock: weakref.finalize | None = None
 
     def take(self, values: Iterable[tuple[Box, Tensor]]) -> list[tuple[Box, Tensor]]:
         """Copy the values as they are now, over those of the copy before; returns when all are there.
 
         Raises:
-            RuntimeError: not so much host memory can be had, or locked.
+            MemoryError: there is not so much host memory.
+            RuntimeError: it cannot be locked.
         """
         values = list(values)
         copies = []
@@ -40,7 +44,7 @@ class HostCopy:
         """Have the memory for a copy of such values, which takes seconds to lock; -> where in it each will be.
 
         Raises:
-            RuntimeError: as `take`.
+            MemoryError, RuntimeError: as `take`.
         """
         starts, size = [], 0
         for _, value in values:
@@ -52,16 +56,36 @@ class HostCopy:
         return starts
 
     def _lock(self, size: int) -> None:
-        self._memory = torch.empty(size, dtype=torch.uint8)
+        # Pages of its own: a page that is locked twice is an error. torch's own page-locked memory comes in powers of
+        # two, up to twice as much.
+        try:
+            pages = mmap.mmap(-1, size)
+        except OSError as error:
+            raise MemoryError(f"no {size / 2**30:.3g} GiB of host memory for a copy: {error.strerror}") from error
+        self._memory = torch.frombuffer(pages, dtype=torch.uint8)
         if torch.cuda.is_available():
-            # torch's own page-locked memory comes in powers of two: up to twice as much.
-            runtime = torch.cuda.cudart()
-            torch.cuda.check_error(runtime.cudaHostRegister(self._memory.data_ptr(), size, 0))
-            self._locked = True
+            address = self._memory.data_ptr()
+            _register(address, size)
+            # Also where nobody releases it: freed memory that is still locked cannot be locked again.
+            self._unlock = weakref.finalize(self, _unregister, address)
 
     def release(self) -> None:
         """Give the memory back; the copies are gone."""
-        if self._locked:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr()))
-            self._locked = False
+        if self._unlock is not None:
+            self._unlock()
+            self._unlock = None
         self._memory = torch.empty(0, dtype=torch.uint8)
+
+
+def _register(address: int, size: int) -> None:
+    try:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+    except RuntimeError:
+        # CUDA reports the error a second time, to whoever launches next.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+        raise
+
+
+def _unregister(address: int) -> None:
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))

@@ -22,7 +22,7 @@ from megatron_palimpsa.config import ParallelConfig
 from megatron_palimpsa.engine import optimizer_state
 from megatron_palimpsa.engine.boxes import Box
 from megatron_palimpsa.engine.megatron import MegatronEngine
-from megatron_palimpsa.training import checkpoint, checkpoint_saver
+from megatron_palimpsa.training import checkpoint, checkpoint_copy, checkpoint_saver
 from megatron_palimpsa.training.checkpoint import Checkpointer, CheckpointError
 from megatron_palimpsa.training.checkpoint_copy import HostCopy
 
@@ -142,6 +142,27 @@ def test_the_copy_of_gpu_memory_is_page_locked_and_kept() -> None:
     assert places[0] == places[1]
     copy.release()
     copy.release()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_memory_of_a_copy_that_was_dropped_can_be_locked_again() -> None:
+    value = torch.ones(100, device="cuda")
+    box = Box("weight", (100,), (0,), (100,))
+    kept = []
+    for _ in range(50):
+        HostCopy().take([(box, value)])
+        kept.append(HostCopy())
+        [(_, copied)] = kept[-1].take([(box, value)])
+        assert copied.is_pinned()
+    with pytest.raises(RuntimeError):
+        checkpoint_copy._register(copied.data_ptr(), 64)
+    assert torch.equal(torch.ones(3, device="cuda").cpu(), torch.ones(3))
+
+
+def test_more_memory_than_there_is() -> None:
+    with pytest.raises(MemoryError, match="1.07e"):
+        HostCopy()._lock(2**60)
 
 
 def test_a_save_completes_the_one_before_it(engine: MegatronEngine, tmp_path: Path) -> None:
