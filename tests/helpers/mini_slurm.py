@@ -1,21 +1,23 @@
 """A real SLURM of virtual nodes on this machine: as root, on loopback, without systemd.
 
-Each node runs in a UTS and a mount namespace of its own, under its own host name, so that a job finds its head node as
-on a real cluster.
+Each node runs in UTS, mount and PID namespaces of its own, under its own host name, so that a job finds its head node
+as on a real cluster and a node that is killed takes all its processes with it. Nothing outlives the process that
+started the cluster, however that one ends: the kernel kills the daemons and a shell removes the folder.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
-PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "ip", "ss")
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "setpriv")
 
 _CONF = """\
 ClusterName=mini
@@ -60,7 +62,9 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 PartitionName=short Nodes=ALL MaxTime=10 State=UP
 """
 
-_NODE = 'hostname "$1"; mount --bind "$2/hosts" /etc/hosts; exec slurmd -f "$2/slurm.conf" -N "$1"'
+# The shell is the namespace's first process and reaps what jobs leave behind, which slurmd would not.
+_NODE = 'hostname "$1"; mount --bind "$2/hosts" /etc/hosts; slurmd -D -f "$2/slurm.conf" -N "$1" & wait'
+_NAMESPACES = ("unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
 def reason_to_skip() -> str | None:
@@ -71,7 +75,7 @@ def reason_to_skip() -> str | None:
         return f"{', '.join(missing)} not installed"
     if os.getuid() != 0:
         return "virtual nodes need root"
-    allowed = subprocess.run(["unshare", "--uts", "--mount", "true"], capture_output=True, check=False)
+    allowed = subprocess.run([*_NAMESPACES, "true"], capture_output=True, check=False)
     return "namespaces are refused" if allowed.returncode else None
 
 
@@ -83,13 +87,32 @@ def wait_until[T](what: str, condition: Callable[[], T], seconds: float = 120) -
     return value
 
 
-class MiniSlurm:
-    """Start with `start`; end with `stop`, which leaves no process behind. Clients need SLURM_CONF=`conf`."""
+@contextmanager
+def mini_slurm(nodes: int = 2, extra: str = "") -> Iterator[MiniSlurm]:
+    """A started cluster in a folder of its own; `extra` are more lines of slurm.conf."""
+    # Munge wants a folder that every user may enter, which pytest's are not.
+    folder = Path(tempfile.mkdtemp(prefix="mini-slurm-"))
+    folder.chmod(0o755)
+    # The shell sees the end of its input however this process ends.
+    command = ["bash", "-c", 'trap "" INT TERM HUP; cat >/dev/null; sleep 1; rm -rf -- "$1"', "_", str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
+        cluster = MiniSlurm(folder, nodes, extra)
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            cluster.stop()
 
-    def __init__(self, folder: Path, nodes: int = 2) -> None:
+
+class MiniSlurm:
+    """Clients need SLURM_CONF=`conf`."""
+
+    def __init__(self, folder: Path, nodes: int, extra: str) -> None:
         self.folder = folder
         self.conf = folder / "slurm.conf"
+        self._extra = extra
         self._nodes = [f"node{number}" for number in range(1, nodes + 1)]
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
         folder, port = self.folder, _free_ports(len(self._nodes) + 1)
@@ -103,37 +126,45 @@ class MiniSlurm:
         (folder / "hosts").write_text(Path("/etc/hosts").read_text() + names)
         host = socket.gethostname().split(".")[0]
         count = len(self._nodes)
-        self.conf.write_text(
-            _CONF.format(host=host, port=port, folder=folder, nodes=count, first=port + 1, last=port + count)
-        )
+        conf = _CONF.format(host=host, port=port, folder=folder, nodes=count, first=port + 1, last=port + count)
+        self.conf.write_text(conf + self._extra)
         files = {"key-file": "munge/key", "socket": "run/munge.socket", "pid-file": "run/munged.pid"}
         files |= {"log-file": "log/munged.log", "seed-file": "munge/seed"}
-        self._call("munged", "--num-threads=2", *(f"--{key}={folder / value}" for key, value in files.items()))
-        self._call("slurmctld", "-c", "-f", str(self.conf))
+        options = [f"--{key}={folder / value}" for key, value in files.items()]
+        self._daemon("munged", "munged", "--foreground", "--num-threads=2", *options)
+        wait_until("munge", (folder / "run" / "munge.socket").exists)
+        self._daemon("slurmctld", "slurmctld", "-D", "-c", "-f", str(self.conf))
         for name in self._nodes:
             self.start_node(name)
-        wait_until("the cluster", lambda: self._call("sinfo", "-hN", "-pdebug", "-tidle", "-o%N").count("\n") == count)
+        wait_until("the cluster", self._is_idle)
 
     def start_node(self, name: str) -> None:
-        self._call("unshare", "--uts", "--mount", "bash", "-c", _NODE, "_", name, str(self.folder))
+        self._daemon(name, *_NAMESPACES, "bash", "-c", _NODE, "_", name, str(self.folder))
 
     def kill_node(self, name: str) -> None:
-        """As if its power failed: slurmd and all that it started."""
-        daemon = int((self.folder / "run" / f"slurmd-{name}.pid").read_text())
-        steps = self._sockets(f"spool/{name}/")
-        for process in [daemon, *(child for step in steps for child in _descendants(step)), *steps]:
-            _kill(process)
+        """As if its power failed: slurmd and all that it started are gone at once."""
+        self._daemons[name].kill()
+        self._daemons[name].wait()
 
     def stop(self) -> None:
-        if (self.folder / "run" / "slurmctld.pid").exists():
-            self._call("scancel", "--user=root", "--quiet", check=False)
-            wait_until("the end of all jobs", lambda: not self._call("squeue", "-h", "-tR,CG", check=False).strip(), 30)
-        for name in (*(f"slurmd-{node}" for node in self._nodes), "slurmctld", "munged"):
-            path = self.folder / "run" / f"{name}.pid"
-            if path.exists():
-                _end(int(path.read_text()))
-        for process in self._sockets("spool/"):
-            _kill(process)
+        for daemon in reversed(self._daemons.values()):
+            daemon.kill()
+            daemon.wait()
+
+    def _daemon(self, name: str, *command: str) -> None:
+        with (self.folder / "log" / f"{name}.out").open("ab") as output:
+            self._daemons[name] = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *command],
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+
+    def _is_idle(self) -> bool:
+        answer = self._call("sinfo", "-hN", "-pdebug", "-tidle", "-o%N", check=False)
+        return answer.count("\n") == len(self._nodes)
 
     def state(self, job: str) -> str:
         """Such as RUNNING; "" for one that is forgotten."""
@@ -146,16 +177,14 @@ class MiniSlurm:
         return self._call(*command)
 
     def _call(self, *command: str, check: bool = True) -> str:
-        environment = os.environ | {"SLURM_CONF": str(self.conf)}
-        answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+        answer = subprocess.run(
+            command, env=self._environment(), capture_output=True, text=True, check=False, timeout=60
+        )
         assert not check or answer.returncode == 0, f"{command}: {answer.stdout}{answer.stderr}"
         return answer.stdout
 
-    def _sockets(self, below: str) -> list[int]:
-        """Processes that listen in this cluster's spool folders: the steps' own daemons."""
-        lines = self._call("ss", "-xlpH").splitlines()
-        found = (part.split("pid=")[1:] for part in lines if f"{self.folder}/{below}" in part)
-        return sorted({int(item.split(",")[0]) for items in found for item in items})
+    def _environment(self) -> Mapping[str, str]:
+        return os.environ | {"SLURM_CONF": str(self.conf)}
 
 
 def _free_ports(count: int) -> int:
@@ -169,31 +198,3 @@ def _free_ports(count: int) -> int:
         except OSError:
             continue
     raise AssertionError("no free ports")
-
-
-def _descendants(process: int) -> list[int]:
-    answer = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True)
-    parents = {int(pid): int(parent) for pid, parent in map(str.split, answer.stdout.splitlines())}
-    found = [process]
-    for candidate in found:  # grows while it is walked
-        found += [pid for pid, parent in parents.items() if parent == candidate]
-    return found[1:]
-
-
-def _kill(process: int) -> None:
-    try:
-        os.kill(process, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-def _end(process: int) -> None:
-    try:
-        os.kill(process, signal.SIGTERM)
-        for _ in range(100):
-            if "\nState:\tZ" in Path(f"/proc/{process}/status").read_text():
-                return
-            time.sleep(0.1)
-        os.kill(process, signal.SIGKILL)
-    except (ProcessLookupError, FileNotFoundError):
-        return

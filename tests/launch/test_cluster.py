@@ -1,11 +1,8 @@
 """Chains of stages on a real SLURM with virtual nodes, through what happens to jobs there."""
 
-import tempfile
-from pathlib import Path
-
 import pytest
 import yaml
-from helpers.mini_slurm import MiniSlurm, reason_to_skip, wait_until
+from helpers.mini_slurm import mini_slurm, reason_to_skip, wait_until
 from helpers.runs import Events, read_checkpoint, train_on_ranks, write_stage
 from helpers.slurm_script import write_trainer
 
@@ -16,15 +13,8 @@ from megatron_palimpsa import cli
 def cluster():
     if reason := reason_to_skip():
         pytest.skip(reason)
-    # Munge wants a folder that every user may enter, which pytest's are not.
-    with tempfile.TemporaryDirectory(prefix="mini-slurm-") as folder:
-        Path(folder).chmod(0o755)
-        slurm = MiniSlurm(Path(folder))
-        try:
-            slurm.start()
-            yield slurm
-        finally:
-            slurm.stop()
+    with mini_slurm() as slurm:
+        yield slurm
 
 
 class Chain:
