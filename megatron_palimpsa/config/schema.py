@@ -141,6 +141,10 @@ class TrainConfig:
     """So is one whose loss lies more nats above the running median; None: no bound."""
     max_bad_steps: Positive = 10
     """Skipped steps in a row after which the run stops (exit code 3)."""
+    watchdog_seconds: PositiveFloat | None = 900.0
+    """Of several ranks, each that gets no step, validation or save done for so long writes its Python stacks to its log
+    and ends. Below the 20 minutes after which collectives fail, above the longest of the three, the first step with its
+    compilation of kernels among them. None: no watchdog."""
 
 
 @dataclass(frozen=True, config=_STRICT)

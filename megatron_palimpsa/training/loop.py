@@ -24,6 +24,7 @@ from megatron_palimpsa.training.run_log import RunLog
 from megatron_palimpsa.training.stages import Source
 from megatron_palimpsa.training.stop import StopControl
 from megatron_palimpsa.training.validation import validate
+from megatron_palimpsa.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,8 @@ def train_stage(
             parallel.initialize(config.parallel, config.seed)
             run = _Run(config, folder, source, data, stop)
             try:
-                code = run.train()
+                with run.watchdog:
+                    code = run.train()
             except BaseException as error:
                 run.log.close()  # what was recorded so far stays
                 run.checkpoints.leave(complete=isinstance(error, Exception))
@@ -82,6 +84,8 @@ class _Run:
         )
         self.checkpoints.reserve()
         self.log = RunLog(config, folder, self.engine, resumed_step)
+        # One rank alone waits for nobody.
+        self.watchdog = Watchdog(train.watchdog_seconds if dist.get_world_size() > 1 else None)
         self._clock_start = time.monotonic() - self.progress.seconds
 
     def train(self) -> ExitCode:
@@ -109,6 +113,7 @@ class _Run:
                 return self._save_and_stop(str(reason))
             start = time.monotonic()
             result = self.engine.train_step(batches, self.guard.accept)
+            self.watchdog.beat()
             self._advance(result.loss, result.applied)
             self.log.step(progress, result, self.engine.learning_rate, time.monotonic() - start)
             if self.guard.exhausted:
@@ -176,6 +181,7 @@ class _Run:
         if self.progress.first_valid_loss is None:
             self.progress.first_valid_loss = validation.loss
         self.log.valid(self.progress, validation)
+        self.watchdog.beat()
         return math.isfinite(validation.loss)
 
     def _save(self) -> None:
@@ -184,6 +190,7 @@ class _Run:
         progress.peak_memory_bytes = max(progress.peak_memory_bytes, ranks.largest(self.engine.peak_memory_bytes()))
         self.log.sync()
         self.checkpoints.save(progress.step, progress.to_dict())
+        self.watchdog.beat()
 
     def _save_and_stop(self, reason: str) -> ExitCode:
         self._save()

@@ -34,6 +34,7 @@ _FREE_KEYS = {
     "train.max_grad_norm_ratio",
     "train.max_loss_rise",
     "train.max_bad_steps",
+    "train.watchdog_seconds",
 }
 
 _MARKER_KEYS = {"steps", "tokens", "seconds", "checkpoint"}
