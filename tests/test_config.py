@@ -92,7 +92,7 @@ def test_resolved_file_reads_back_to_the_same_stage(tmp_path, stage_file):
         ("optimizer.lr=0", ["optimizer.lr=0", "greater than 0"]),
         ("optimizer.lr=.nan", ["optimizer.lr", "finite"]),
         ("train.tokens=many", ["train.tokens='many'", "expected a count"]),
-        ("train.precision=fp16", ["train.precision='fp16'", "'bf16' or 'fp32'"]),
+        ("train.precision=fp64", ["train.precision='fp64'", "'bf16', 'fp16' or 'fp32'"]),
         ("checkpoint.keep=1", ["checkpoint.keep=1", "greater than or equal to 2"]),
         ("name=../up", ["name='../up'"]),
         ("data.train_blend=", ["data.train_blend=None", "string"]),

@@ -10,7 +10,6 @@ from megatron_palimpsa.config.reading import load_stage, read_as, read_tree, sav
 from megatron_palimpsa.config.schema import (
     LAYER_SYMBOLS,
     CheckpointConfig,
-    ConfigError,
     DataConfig,
     InitFrom,
     LoggingConfig,
@@ -19,17 +18,20 @@ from megatron_palimpsa.config.schema import (
     ParallelConfig,
     StageConfig,
     TrainConfig,
-    parse_count,
 )
 from megatron_palimpsa.config.strict_yaml import parse_yaml
+from megatron_palimpsa.config.values import ConfigError, parse_count
+from megatron_palimpsa.config.zero import DeepSpeedConfig, LossScaleConfig
 
 __all__ = [
     "LAYER_SYMBOLS",
     "CheckpointConfig",
     "ConfigError",
     "DataConfig",
+    "DeepSpeedConfig",
     "InitFrom",
     "LoggingConfig",
+    "LossScaleConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",

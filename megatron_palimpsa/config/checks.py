@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from megatron_palimpsa.config.schema import LAYER_SYMBOLS, ConfigError, ModelConfig, ParallelConfig, StageConfig
+from megatron_palimpsa.config.schema import LAYER_SYMBOLS, ModelConfig, ParallelConfig, StageConfig
+from megatron_palimpsa.config.values import ConfigError
+from megatron_palimpsa.config.zero_checks import check_engine
 
 
 def check_stage(config: StageConfig, world_size: int = 1) -> None:
@@ -34,14 +36,15 @@ def check_stage(config: StageConfig, world_size: int = 1) -> None:
         _divides("parallel.tp", parallel.tp, "model.ffn_hidden_size", model.ffn_hidden_size)
     _check_pipeline(model, parallel)
     _check_context(config)
-    _check_engine(parallel)
     if parallel.sequence_parallel:
         if parallel.tp == 1:
             raise ConfigError("parallel.sequence_parallel=true needs parallel.tp > 1")
         tokens = train.micro_batch_size * model.seq_length // parallel.cp
         _divides("parallel.tp", parallel.tp, "a rank's tokens of a microbatch (sequence parallel)", tokens)
     check_ranks(parallel, world_size)
-    _check_batch(config, world_size // parallel.replica_size)
+    data_parallel_size = world_size // parallel.replica_size
+    _check_batch(config, data_parallel_size)
+    check_engine(config, data_parallel_size)
     if model.dt_min >= model.dt_max:
         raise ConfigError(f"model.dt_min={model.dt_min} must be below model.dt_max={model.dt_max}")
     optimizer = config.optimizer
@@ -107,30 +110,6 @@ def _check_context(config: StageConfig) -> None:
         raise ConfigError(
             f"parallel.cp={cp} leaves a rank {tokens} tokens of a microbatch, fewer than the "
             f"{model.d_conv - 1} that the convolution looks back (model.d_conv={model.d_conv})"
-        )
-
-
-def _check_engine(parallel: ParallelConfig) -> None:
-    zero = parallel.deepspeed
-    if parallel.engine == "megatron":
-        if zero != type(zero)():
-            raise ConfigError("parallel.deepspeed holds settings, but parallel.engine is megatron; set it to deepspeed")
-        return
-    if parallel.vpp > 1:
-        raise ConfigError(
-            f"parallel.vpp={parallel.vpp} with parallel.engine=deepspeed: DeepSpeed takes one model a rank; set "
-            f"parallel.vpp=1, or parallel.engine=megatron"
-        )
-    if parallel.pp > 1 and zero.zero_stage > 1:
-        raise ConfigError(
-            f"parallel.pp={parallel.pp} with parallel.deepspeed.zero_stage={zero.zero_stage}: gradients that are "
-            f"spread while a pipeline runs make DeepSpeed fail or hang; set parallel.deepspeed.zero_stage=1, "
-            f"or parallel.pp=1"
-        )
-    if zero.overlap_comm and zero.zero_stage == 1:
-        raise ConfigError(
-            "parallel.deepspeed.overlap_comm=true with parallel.deepspeed.zero_stage=1: gradients are reduced once, "
-            "after the last microbatch; set zero_stage=2 or 3, or overlap_comm=false"
         )
 
 

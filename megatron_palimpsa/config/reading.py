@@ -10,8 +10,10 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from megatron_palimpsa.config.schema import ConfigError, StageConfig
+from megatron_palimpsa.config.deepspeed_json import anchor_ready, merge_ready, refuse_by_name
+from megatron_palimpsa.config.schema import StageConfig
 from megatron_palimpsa.config.strict_yaml import parse_yaml
+from megatron_palimpsa.config.values import ConfigError
 
 
 def load_stage(path: str | Path, overrides: list[str] | None = None) -> StageConfig:
@@ -27,7 +29,9 @@ def load_stage(path: str | Path, overrides: list[str] | None = None) -> StageCon
 
 
 def stage_from_dict(tree: dict[str, Any], where: str) -> StageConfig:
-    return read_as(StageConfig, tree, where)
+    """The stage in a tree of YAML's values, with the DeepSpeed JSON that `parallel.deepspeed.config` names."""
+    refuse_by_name(tree, where)
+    return read_as(StageConfig, merge_ready(tree, where), where)
 
 
 def read_as[T](kind: type[T], tree: dict[str, Any], where: str) -> T:
@@ -73,6 +77,7 @@ def _read_tree(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     tree = parse_yaml(text, str(path))
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: expected a mapping of sections, found {type(tree).__name__}")
+    anchor_ready(tree, path.parent)
     base = tree.pop("base", None)
     if base is None:
         return tree

@@ -3,45 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
+from megatron_palimpsa.config.values import (
+    STRICT,
+    Count,
+    Fraction,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+)
+from megatron_palimpsa.config.zero import DeepSpeedConfig
 
 LAYER_SYMBOLS = {"P": "Palimpsa-M", "M": "Mamba2", "*": "attention", "-": "MLP"}
 
 
-class ConfigError(ValueError):
-    """Wrong input, found before anything starts; the command line turns it into exit code 2."""
-
-
-def parse_count(value: Any) -> Any:
-    """`10B`, `1.5M`, `64Ki` or a plain integer -> int (K, M, B, T are powers of 1000; Ki, Mi, Gi powers of 1024)."""
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|[KMBT]?)", value.strip())
-    if match is None:
-        raise ValueError(f"expected a count such as 4096, 64Ki, 1.5M or 10B, not {value!r}")
-    return round(Decimal(match[1]) * _SUFFIXES[match[2]])
-
-
-_LARGEST = 2**63 - 1  # what torch takes for a size or a seed
-Count = Annotated[int, BeforeValidator(parse_count), Field(gt=0, le=_LARGEST)]
-Positive = Annotated[int, Field(gt=0, le=_LARGEST)]
-NonNegative = Annotated[int, Field(ge=0, le=_LARGEST)]
-_LARGEST_FLOAT = 1e30  # float32 still has room to compute with it
-PositiveFloat = Annotated[float, Field(gt=0, le=_LARGEST_FLOAT, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, le=_LARGEST_FLOAT, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     """Geometry and initialisation; the names follow Mamba2's (`d_state` is K, `headdim` is V of palimpsa_kernels)."""
 
@@ -105,7 +87,7 @@ class ModelConfig:
         return [self.layers[start : start + size] for start in range(0, len(self.layers), size)]
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class DataConfig:
     """Blend files (YAML lists of {set, weight, epochs}) of prepared sets; paths are relative to the working folder."""
 
@@ -117,7 +99,7 @@ class DataConfig:
     """`concat` cuts one stream of documents every seq_length tokens; `best-fit` keeps them whole where they fit."""
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class TrainConfig:
     """How long, how much at once and in which precision."""
 
@@ -126,7 +108,8 @@ class TrainConfig:
     global_batch_tokens: Count
     micro_batch_size: Positive = 1
     """Packed sequences a rank takes through the model at once."""
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """`fp16` scales the loss (`parallel.deepspeed.fp16`) and runs under the DeepSpeed engine only."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What the backward pass forms again instead of keeping it: `selective` what costs memory and little time
     (convolutions, norms, beta's logits, the vocabulary's logits), `full` all of every layer."""
@@ -147,7 +130,7 @@ class TrainConfig:
     compilation of kernels among them. None: no watchdog."""
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class OptimizerConfig:
     """AdamW and its schedule; the learning rate starts anew in every stage."""
 
@@ -162,17 +145,7 @@ class OptimizerConfig:
     clip_grad: PositiveFloat = 1.0
 
 
-@dataclass(frozen=True, config=_STRICT)
-class DeepSpeedConfig:
-    """ZeRO: what is spread over data parallelism instead of being held whole by every rank."""
-
-    zero_stage: Literal[1, 2, 3] = 1
-    """1 spreads the float32 weights and moments, 2 the gradients too, 3 the weights too."""
-    overlap_comm: bool = False
-    """Reduce gradients beside the backward pass (stages 2 and 3)."""
-
-
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class ParallelConfig:
     """Layout; data parallelism is what the world size leaves over."""
 
@@ -195,7 +168,7 @@ class ParallelConfig:
         return self.tp * self.pp * self.cp
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class CheckpointConfig:
     interval: Positive = 1000
     """Steps between checkpoints; the end of the stage and every stop save one too."""
@@ -205,7 +178,7 @@ class CheckpointConfig:
     """Go on training while a checkpoint is written, from a copy in host memory of each rank's share."""
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class LoggingConfig:
     interval: Positive = 10
     tensorboard: bool = True
@@ -213,7 +186,7 @@ class LoggingConfig:
     """Set to log to Weights & Biases: online when a key is there, offline files otherwise."""
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class InitFrom:
     """Start from another stage's last checkpoint."""
 
@@ -222,7 +195,7 @@ class InitFrom:
     load: Literal["weights", "weights+optimizer"] = "weights"
 
 
-@dataclass(frozen=True, config=_STRICT)
+@dataclass(frozen=True, config=STRICT)
 class StageConfig:
     """One training stage; its folder is `output_dir/name`."""
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from megatron_palimpsa.config.schema import ConfigError
+from megatron_palimpsa.config.values import ConfigError
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_palimpsa.config import StageConfig
+from megatron_palimpsa.config import DeepSpeedConfig, StageConfig
 
 
 class Groups:
@@ -103,7 +103,6 @@ def deepspeed_config(config: StageConfig) -> dict[str, Any]:
 
     Clipping is off because DeepSpeed would count copies of parameters more than once.
     """
-    zero = config.parallel.deepspeed
     return {
         "train_micro_batch_size_per_gpu": 1,
         # A batch is what the schedule passes between two steps.
@@ -115,8 +114,23 @@ def deepspeed_config(config: StageConfig) -> dict[str, Any]:
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": 2**31,
-        "zero_optimization": {"stage": zero.zero_stage, "overlap_comm": zero.overlap_comm},
+        "zero_optimization": _zero_config(config.parallel.deepspeed),
     }
+
+
+def _zero_config(zero: DeepSpeedConfig) -> dict[str, Any]:
+    same = (
+        "overlap_comm",
+        "reduce_bucket_size",
+        "allgather_bucket_size",
+        "sub_group_size",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "zero_hpz_partition_size",
+    )
+    return {"stage": zero.zero_stage, **{name: getattr(zero, name) for name in same}}
 
 
 def build_adamw(parameters: Iterable[torch.nn.Parameter], config: StageConfig) -> torch.optim.AdamW:

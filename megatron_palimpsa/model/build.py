@@ -19,11 +19,13 @@ from megatron_palimpsa.model.weights import initialize_weights
 from megatron_palimpsa.parallel import cpu
 from megatron_palimpsa.training.batch import Batch, RowPart
 
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
 
 def transformer_config(config: StageConfig) -> TransformerConfig:
     """Megatron's configuration of the model and its layout."""
     model, parallel = config.model, config.parallel
-    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    dtype = _DTYPES[config.train.precision]
     # Megatron wants a number of attention heads even of a model without attention layers.
     attention_heads = model.num_attention_heads if "*" in model.layers else None
     recompute = {}
@@ -51,6 +53,7 @@ def transformer_config(config: StageConfig) -> TransformerConfig:
         fp32_residual_connection=model.fp32_residual,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
         # The residual stream is what goes from stage to stage.
         pipeline_dtype=torch.float32 if model.fp32_residual else dtype,
         tensor_model_parallel_size=parallel.tp,

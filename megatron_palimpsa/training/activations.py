@@ -60,7 +60,7 @@ def shapes_of(config: StageConfig) -> Shapes:
     tp = parallel.tp
     heads_of_attention = model.num_attention_heads or 1
     groups_of_attention = model.num_query_groups or heads_of_attention
-    size = 2 if config.train.precision == "bf16" else 4
+    size = 4 if config.train.precision == "fp32" else 2
     heads = model.nheads // tp
     groups = max(1, heads * model.ngroups // model.nheads)
     return Shapes(
