@@ -54,7 +54,7 @@ def _others_may_wait() -> bool:
 
 
 def _run(arguments: list[str] | None) -> int:
-    options = _parse(arguments)
+    options = parse(arguments)
     from palimpsa_data import DataError
 
     from megatron_palimpsa.config import ConfigError
@@ -76,7 +76,8 @@ def _run(arguments: list[str] | None) -> int:
         return ExitCode.FAILED
 
 
-def _parse(arguments: list[str] | None) -> argparse.Namespace:
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """What the arguments ask for; SystemExit, with argparse's message on standard error, where they ask for nothing."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     # argparse takes no more positional arguments after an option: CONFIG --dry-run KEY=VALUE.

@@ -1,4 +1,4 @@
-"""A chain of stages as it would be submitted: every stage checked against its job, with its script and its plan.
+"""A chain of stages as it would be submitted: every stage checked against its job, with its scripts and its plan.
 
 SLURM does not look into a job. Whatever would stop a stage minutes or days later in the queue is refused here, with one
 message. Nothing is written and nothing here needs torch.
@@ -6,96 +6,217 @@ message. Nothing is written and nothing here needs torch.
 
 from __future__ import annotations
 
-import os
+import dataclasses
+import shlex
 import statistics
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_palimpsa.config import ConfigError, StageConfig, load_stage
+import yaml
+
+from megatron_palimpsa.config import ConfigError, StageConfig, load_stage, to_dict
 from megatron_palimpsa.training import run
 from megatron_palimpsa.training.console import clock
 from megatron_palimpsa.training.metrics import read_records
 from megatron_palimpsa.training.run_folder import RunFolder
 from megatron_palimpsa.training.stages import planned_source
-from palimpsa_launch.job import JobConfig
-from palimpsa_launch.render import render_stage
+from palimpsa_launch import preparation
+from palimpsa_launch.job import JobConfig, check_environment
+from palimpsa_launch.preparation import Preparation
+from palimpsa_launch.render import check_syntax, job_name, render_stage, render_task
 
 
 @dataclass(frozen=True)
-class PlannedStage:
-    """A stage of the chain."""
+class PlannedJob:
+    """One SLURM job of a step."""
 
-    config: StageConfig
+    name: str
+    script: str
+    array: str | None = None
+    """Task numbers."""
+    after: tuple[str, ...] = ()
+    """Jobs of the same step that must have ended well; a step's first jobs wait for the step before."""
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A stage or a preparation in the chain."""
+
+    name: str
     folder: Path
-    """Of the stage, absolute."""
-    is_complete: bool
-    """Then there is nothing to do, and neither a plan nor a script."""
+    """Absolute; what was submitted is kept in `job/` below it."""
+    resolved: str
+    """Its configuration as YAML, which the jobs use: the recipe may change while they wait."""
+    job: JobConfig
+    is_preparation: bool = False
     plan: str = ""
-    script: str = ""
+    jobs: tuple[PlannedJob, ...] = ()
+    """None where the step is complete."""
+    main: str = ""
+    """The job that the next step waits for; "" where only work that nothing waits for is left."""
 
     @property
-    def job_folder(self) -> Path:
-        """Where what was submitted is kept."""
-        return self.folder / "job"
-
-    @property
-    def resolved(self) -> Path:
-        """The configuration that the job trains with: the recipe may change while the job waits."""
-        return self.job_folder / "stage.yaml"
+    def is_complete(self) -> bool:
+        return not self.jobs
 
 
-def plan_chain(recipes: Sequence[Path], overrides: list[str], job: JobConfig) -> list[PlannedStage]:
-    """Check the stages in the order in which they are trained and render what is left to do.
+@dataclass(frozen=True)
+class _Before:
+    """What the steps in front of one will have done by the time it starts."""
+
+    stages: list[StageConfig]
+    """Not complete yet."""
+    prepares: bool
+    """Whether data may still be missing."""
+
+
+def resolved_path(folder: Path, is_preparation: bool) -> Path:
+    """Where a step's jobs find its configuration."""
+    return folder / "job" / ("prep.yaml" if is_preparation else "stage.yaml")
+
+
+def plan_chain(recipes: Sequence[Path], overrides: list[str], jobs: Sequence[JobConfig]) -> list[PlannedStep]:
+    """Check the steps in the order in which they run and render what is left to do; `jobs` has one for each recipe.
 
     Raises:
         ConfigError: names the recipe, what is wrong and what to do.
     """
-    _check_environment(job)
-    configs = [load_stage(recipe, overrides) for recipe in recipes]
-    planned = []
-    for number, (recipe, config) in enumerate(zip(recipes, configs, strict=True)):
-        for other, before in zip(recipes, configs[:number], strict=False):
-            if before.folder.resolve() == config.folder.resolve():
-                raise ConfigError(f"{other} and {recipe} both train into {config.folder}")
+    for job in jobs:
+        check_environment(job)
+    configs = [load_recipe(recipe, overrides) for recipe in recipes]
+    check_folders(recipes, configs)
+    planned: list[PlannedStep] = []
+    for number, (recipe, config, job) in enumerate(zip(recipes, configs, jobs, strict=True)):
         try:
-            planned.append(_plan_stage(config, configs[:number], job))
+            step = _plan_step(config, _before(configs[:number], planned), job)
+            for planned_job in step.jobs:
+                check_syntax(planned_job.script)
+            planned.append(step)
         except ConfigError as error:
             raise ConfigError(f"{recipe}: {error}") from None
     return planned
 
 
-def _plan_stage(config: StageConfig, before: list[StageConfig], job: JobConfig) -> PlannedStage:
+def load_recipe(recipe: Path, overrides: list[str]) -> StageConfig | Preparation:
+    """The stage or the preparation that a recipe describes; overrides of stages leave preparations alone."""
+    if preparation.is_preparation(recipe):
+        return preparation.load(recipe, overrides)
+    return load_stage(recipe, overrides)
+
+
+def check_folders(recipes: Sequence[Path], configs: Sequence[StageConfig | Preparation]) -> None:
+    """A run is one folder with a folder for each of its steps.
+
+    Raises:
+        ConfigError: two steps share a folder, or one lies elsewhere.
+    """
+    for number, config in enumerate(configs):
+        for other, before in zip(recipes, configs[:number], strict=False):
+            if before.folder.resolve() == config.folder.resolve():
+                raise ConfigError(f"{other} and {recipes[number]} both train into {config.folder}")
+            if Path(before.output_dir).resolve() != Path(config.output_dir).resolve():
+                raise ConfigError(
+                    f"output_dir={before.output_dir!r} in {other} and {config.output_dir!r} in {recipes[number]}: "
+                    f"the stages of a run have one; give output_dir=FOLDER, or start them one by one"
+                )
+
+
+def _before(configs: Sequence[StageConfig | Preparation], planned: Sequence[PlannedStep]) -> _Before:
+    left = [config for config, step in zip(configs, planned, strict=True) if step.main]
+    return _Before(
+        [config for config in left if isinstance(config, StageConfig)],
+        any(isinstance(config, Preparation) for config in left),
+    )
+
+
+def _plan_step(config: StageConfig | Preparation, before: _Before, job: JobConfig) -> PlannedStep:
+    if isinstance(config, Preparation):
+        return _plan_preparation(config, preparation.job_of(config, job))
     run_folder = RunFolder(config.folder)
-    folder = Path.cwd() / config.folder
+    step = PlannedStep(config.name, Path.cwd() / config.folder, yaml.safe_dump(to_dict(config), sort_keys=False), job)
     if run_folder.read_marker() is not None:
         run_folder.check_config(config)
-        return PlannedStage(config, folder, is_complete=True)
-    waited_for = [stage for stage in before if RunFolder(stage.folder).read_marker() is None]
-    source = planned_source(config, waited_for)
-    try:
-        plan = run.describe(config, job.ranks, planned_source=source)
-    except ConfigError as error:
-        raise ConfigError(f"{error} (job: {job.nodes} nodes x {job.ranks_per_node} processes)") from None
+        if config.evaluation is None or run_folder.is_evaluated:
+            return step
+        return dataclasses.replace(step, jobs=(_evaluation(config, step, after=()),))
+    plan = describe_stage(config, before.stages, before.prepares, job.ranks, f"job: {job.layout}")
     _check_interval(config, run_folder, job)
-    stage = PlannedStage(config, folder, is_complete=False, plan=plan)
-    script = render_stage(job, config.name, folder, Path.cwd(), ["train", str(stage.resolved)])
-    _check_syntax(script)
-    return PlannedStage(config, folder, is_complete=False, plan=plan, script=script)
+    name = job_name(config.output_dir, config.name)
+    command = ["train", str(resolved_path(step.folder, is_preparation=False))]
+    jobs = [PlannedJob("train", render_stage(job, name, step.folder, Path.cwd(), command))]
+    if config.evaluation is not None:
+        jobs.append(_evaluation(config, step, after=("train",)))
+    return dataclasses.replace(step, plan=plan, jobs=tuple(jobs), main="train")
 
 
-def _check_environment(job: JobConfig) -> None:
-    if job.container is None:
-        if not os.access(job.interpreter, os.X_OK) or Path(job.interpreter).is_dir():
-            raise ConfigError(f"python={job.interpreter!r} is not a program here; name the interpreter of a .venv")
-        return
-    image = job.container.image
-    if job.container.engine == "apptainer" and "://" not in image and not Path(image).exists():
-        raise ConfigError(f"container.image={image!r} is not there; name a .sif file, a folder or a URI")
-    for mount in job.container.mounts:
-        if not Path(mount.split(":")[0]).exists():
-            raise ConfigError(f"container.mounts: {mount.split(':')[0]!r} is not there")
+def describe_stage(config: StageConfig, before: list[StageConfig], prepares: bool, ranks: int, where: str) -> str:
+    """Check a stage that follows those `before` it and describe it.
+
+    Args:
+        prepares: its data may still be missing.
+
+    Raises:
+        ConfigError: what is wrong, and in which layout (`where`).
+    """
+    source = planned_source(config, before)
+    try:
+        return run.describe(config, ranks, planned_source=source, data_may_be_missing=prepares)
+    except ConfigError as error:
+        raise ConfigError(f"{error} ({where})") from None
+
+
+def _evaluation(config: StageConfig, step: PlannedStep, after: tuple[str, ...]) -> PlannedJob:
+    command = evaluation_command(config, step.folder)
+    name = job_name(config.output_dir, f"{config.name}.evaluation")
+    job = dataclasses.replace(step.job, nodes=1)
+    marker = RunFolder(step.folder).evaluated
+    return PlannedJob(
+        "evaluation", render_task(job, name, step.folder, Path.cwd(), command, marker=marker), after=after
+    )
+
+
+def evaluation_command(config: StageConfig, folder: Path) -> list[str]:
+    """The program and arguments of a stage's evaluation.
+
+    Raises:
+        ConfigError: its quotes are not balanced.
+    """
+    try:
+        words = shlex.split(config.evaluation or "")
+    except ValueError as error:
+        raise ConfigError(f"evaluation={config.evaluation!r}: {error}") from None
+    return [word.replace("{folder}", str(folder)) for word in words]
+
+
+def _plan_preparation(config: Preparation, job: JobConfig) -> PlannedStep:
+    folder = Path.cwd() / config.folder
+    step = PlannedStep(config.name, folder, preparation.as_yaml(config), job, is_preparation=True)
+    if preparation.is_complete(config):
+        return step
+    tasks = {array: preparation.tasks_left(config, array) for array in config.arrays}
+    jobs = []
+    for array, left in tasks.items():
+        if left:
+            words = preparation.words(config.arrays[array].command)
+            command = [job.interpreter, "-m", "megatron_palimpsa", *words]
+            name = job_name(config.output_dir, f"{config.name}.{array}")
+            count = config.arrays[array].tasks
+            script = render_task(job, name, folder, Path.cwd(), command, tasks=count)
+            jobs.append(PlannedJob(array, script, array=",".join(map(str, left))))
+    resolved = str(resolved_path(folder, is_preparation=True))
+    command = [job.interpreter, "-m", "palimpsa_launch.preparation", resolved]
+    script = render_task(job, job_name(config.output_dir, config.name), folder, Path.cwd(), command)
+    jobs.append(PlannedJob("finish", script, after=tuple(item.name for item in jobs)))
+    lines = [
+        f"preparation    {config.name} -> {config.folder}",
+        *(
+            f"array          {array}: {len(left)} of {config.arrays[array].tasks} tasks left"
+            for array, left in tasks.items()
+        ),
+        *(f"then           megatron-palimpsa {command}" for command in config.then),
+    ]
+    return dataclasses.replace(step, plan="\n".join(lines), jobs=tuple(jobs), main="finish")
 
 
 def _check_interval(config: StageConfig, folder: RunFolder, job: JobConfig) -> None:
@@ -112,12 +233,3 @@ def _check_interval(config: StageConfig, folder: RunFolder, job: JobConfig) -> N
             f"this run so far, but an attempt has {clock(usable)} (time={job.time} less save_seconds): "
             f"set checkpoint.interval to {max(1, int(usable / seconds / 2))} or less"
         )
-
-
-def _check_syntax(script: str) -> None:
-    try:
-        answer = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise ConfigError("bash is not on PATH: batch scripts need it") from None
-    if answer.returncode:
-        raise ConfigError(f"the batch script has a syntax error: {answer.stderr.strip()}")

@@ -7,6 +7,7 @@ characters, and `render` quotes them.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -96,6 +97,10 @@ class JobConfig:
         return self.nodes * self.ranks_per_node
 
     @property
+    def layout(self) -> str:
+        return f"{self.nodes} nodes x {self.ranks_per_node} processes"
+
+    @property
     def interpreter(self) -> str:
         return self.python or ("python3" if self.container else sys.executable)
 
@@ -125,11 +130,39 @@ def load_job(path: str | Path | None, changes: Mapping[str, Any]) -> JobConfig:
         ConfigError: names the file, the key, the value and what is allowed.
     """
     tree = {} if path is None else read_tree(path)
-    tree |= {key: value for key, value in changes.items() if value is not None}
+    changes = {key: value for key, value in changes.items() if value is not None}
+    if isinstance(tree.get("container"), dict) and "container" in changes:
+        changes["container"] = tree["container"] | changes["container"]
+    tree |= changes
     where = "job" if path is None else str(path)
     job = read_as(JobConfig, tree, where)
     _check(job, where)
     return job
+
+
+def change_job(job: JobConfig, changes: Mapping[str, Any], where: str) -> JobConfig:
+    """The job with other settings.
+
+    Raises:
+        ConfigError: names `where`, the key, the value and what is allowed.
+    """
+    changed = read_as(JobConfig, dataclasses.asdict(job) | dict(changes), where)  # type: ignore[call-overload]
+    _check(changed, where)
+    return changed
+
+
+def check_environment(job: JobConfig) -> None:
+    """Raises ConfigError where the interpreter, the image or a folder to mount is not there."""
+    if job.container is None:
+        if not os.access(job.interpreter, os.X_OK) or Path(job.interpreter).is_dir():
+            raise ConfigError(f"python={job.interpreter!r} is not a program here; name the interpreter of a .venv")
+        return
+    image = job.container.image
+    if job.container.engine == "apptainer" and "://" not in image and not Path(image).exists():
+        raise ConfigError(f"container.image={image!r} is not there; name a .sif file, a folder or a URI")
+    for mount in job.container.mounts:
+        if not Path(mount.split(":")[0]).exists():
+            raise ConfigError(f"container.mounts: {mount.split(':')[0]!r} is not there")
 
 
 def _check(job: JobConfig, where: str) -> None:

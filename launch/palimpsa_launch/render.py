@@ -1,6 +1,6 @@
-"""The batch script of one stage, from `templates/stage.sh`.
+"""Batch scripts, from `templates/`: `stage.sh` trains a stage, `task.sh` runs one command.
 
-Only two places of the template change: the `#SBATCH` lines, whose values `job` restricts to harmless letters, and the
+Only two places of a template change: the `#SBATCH` lines, whose values `job` restricts to harmless letters, and the
 settings, shell assignments whose values are quoted.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import string
+import subprocess
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -22,7 +23,7 @@ class _Template(string.Template):
 
 
 def render_stage(job: JobConfig, name: str, stage_folder: Path, working_folder: Path, command: Sequence[str]) -> str:
-    """-> the text of the batch script.
+    """-> the text of the batch script that trains a stage.
 
     Args:
         name: of the job.
@@ -33,27 +34,80 @@ def render_stage(job: JobConfig, name: str, stage_folder: Path, working_folder: 
     Raises:
         ConfigError: a path or an argument that no script can carry.
     """
-    sbatch = [f"#SBATCH --{option}" for option in _sbatch(job, name, stage_folder)]
-    template = (files(__package__) / "templates" / "stage.sh").read_text()
+    settings = {"processes_per_node": str(job.ranks_per_node)}
+    return _render("stage.sh", job, name, (stage_folder, working_folder), settings | {"command": command})
+
+
+def render_task(
+    job: JobConfig,
+    name: str,
+    folder: Path,
+    working_folder: Path,
+    command: Sequence[str],
+    *,
+    tasks: int | None = None,
+    marker: Path | None = None,
+) -> str:
+    """-> the text of the batch script that runs one command on one node, or a task of an array.
+
+    Args:
+        folder: absolute; the job's log goes below it.
+        command: a program and its arguments.
+        tasks: of the array; each gets `--shard I/TASKS` behind the command.
+        marker: a file that is made when the command has ended with 0.
+
+    Raises:
+        ConfigError: a path or an argument that no script can carry.
+    """
+    settings = {"command": command, "tasks": str(tasks or ""), "marker": str(marker or "")}
+    return _render("task.sh", job, name, (folder, working_folder), settings, array=tasks is not None)
+
+
+def job_name(output_dir: str, name: str) -> str:
+    """A job's name says its run and its step: SLURM lets one of that name run at a time."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", f"{Path(output_dir).resolve().name}.{name}")
+
+
+def check_syntax(script: str) -> None:
+    """Raises ConfigError where bash cannot read the script; sbatch would take it."""
+    try:
+        answer = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise ConfigError("bash is not on PATH: batch scripts need it") from None
+    if answer.returncode:
+        raise ConfigError(f"the batch script has a syntax error: {answer.stderr.strip()}")
+
+
+def _render(
+    template: str,
+    job: JobConfig,
+    name: str,
+    folders: tuple[Path, Path],
+    own: Mapping[str, str | Sequence[str]],
+    *,
+    array: bool = False,
+) -> str:
+    folder, working_folder = folders
+    sbatch = [f"#SBATCH --{option}" for option in _sbatch(job, name, folder, array)]
     settings: dict[str, str | Sequence[str]] = {
-        "stage_folder": str(stage_folder),
+        "stage_folder": str(folder),
         "working_folder": str(working_folder),
         "python": job.interpreter,
-        "processes_per_node": str(job.ranks_per_node),
         "max_requeues": str(job.max_requeues),
-        "srun_options": _pyxis(job, stage_folder, working_folder),
-        "enter": _apptainer(job, stage_folder, working_folder),
-        "command": command,
+        "srun_options": _pyxis(job, *folders),
+        "enter": _apptainer(job, *folders),
+        **own,
     }
     lines = [_assignment(key, value) for key, value in settings.items()]
     lines += [f"export {key}={_quote(value, f'variables.{key}')}" for key, value in sorted(job.variables.items())]
-    return _Template(template).substitute(sbatch="\n".join(sbatch), settings="\n".join(lines))
+    text = (files(__package__) / "templates" / template).read_text()
+    return _Template(text).substitute(sbatch="\n".join(sbatch), settings="\n".join(lines))
 
 
-def _sbatch(job: JobConfig, name: str, stage_folder: Path) -> list[str]:
+def _sbatch(job: JobConfig, name: str, stage_folder: Path, array: bool) -> list[str]:
     wanted: Mapping[str, str | int | None] = {
         "job-name": name,
-        "output": _log_path(stage_folder),
+        "output": _log_path(stage_folder, "%A_%a" if array else "%j"),
         "open-mode": "append",
         "nodes": job.nodes,
         "ntasks-per-node": 1,
@@ -72,14 +126,14 @@ def _sbatch(job: JobConfig, name: str, stage_folder: Path) -> list[str]:
     return [*options, *(["exclusive"] if job.exclusive else []), "requeue"]
 
 
-def _log_path(stage_folder: Path) -> str:
+def _log_path(stage_folder: Path, job: str) -> str:
     """SLURM reads the path of a log in its own way: of a folder with other letters it could make anything."""
     path = str(stage_folder)
     if not re.fullmatch(r"/[A-Za-z0-9_./@+=,:~ -]*", path):
         raise ConfigError(
             f"output_dir: SLURM may not take {path!r} for the job's log: letters, digits, spaces and _./@+=,:~- only"
         )
-    return f'"{path}/logs/job-%j.log"'
+    return f'"{path}/logs/job-{job}.log"'
 
 
 def _pyxis(job: JobConfig, *folders: Path) -> list[str]:

@@ -6,10 +6,31 @@ import os
 import re
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron_palimpsa.config import ConfigError
 
 _PATIENCE = 120.0  # seconds; a busy controller may take its time
+_ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"}
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """What squeue says of a job; of an array, of the task that is furthest."""
+
+    state: str
+    """Such as RUNNING."""
+    reason: str
+    """Why it waits, such as Dependency; the word None while it runs."""
+    nodes: str
+
+    @property
+    def is_alive(self) -> bool:
+        return self.state not in _ENDED
+
+    @property
+    def is_running(self) -> bool:
+        return self.state == "RUNNING"
 
 
 def check_submission(script: str) -> None:
@@ -21,22 +42,62 @@ def check_submission(script: str) -> None:
     _sbatch(["--test-only"], script)
 
 
-def submit(script: str, after: str | None) -> str:
-    """Submit a batch script, to start once the job `after` has ended with 0; -> the job's id.
+def submit(script: str, after: Sequence[str], *, array: str | None = None) -> str:
+    """Submit a batch script, to start once the jobs `after` have ended with 0; -> the job's id.
+
+    A job that is no array also waits for every job of the same name, so that no two of them ever run side by side.
+
+    Args:
+        array: task numbers, such as 0-99 or 3,17.
 
     Raises:
         ConfigError: with sbatch's own message.
     """
-    dependency = [] if after is None else [f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"]
-    answer = _sbatch(["--parsable", *dependency], script)
+    wait_for = [f"afterok:{':'.join(after)}"] if after else []
+    options = ["--kill-on-invalid-dep=yes"] if after else []
+    if array is None:
+        wait_for.append("singleton")
+    else:
+        options.append(f"--array={array}")
+    dependency = [f"--dependency={','.join(wait_for)}"] if wait_for else []
+    answer = _sbatch(["--parsable", *dependency, *options], script)
     job = answer.strip().split(";")[0]
     if not job.isdecimal():
         raise ConfigError(f"sbatch answered {answer!r} instead of a job id")
     return job
 
 
-def cancel(job: str) -> None:
-    _call(["scancel", job])
+def cancel(jobs: Sequence[str]) -> None:
+    """End jobs, waiting or running; those that have ended are passed over."""
+    if jobs:
+        _call(["scancel", *jobs])
+
+
+def ask_to_stop(job: str) -> None:
+    """Send SIGTERM to the batch script alone, which lets its processes save."""
+    _call(["scancel", "--batch", "--signal=TERM", job])
+
+
+def queue(jobs: Sequence[str]) -> dict[str, QueuedJob]:
+    """What squeue knows of the jobs, by id; those it has forgotten are left out.
+
+    Raises:
+        ConfigError: the queue cannot be read.
+    """
+    if not jobs:
+        return {}
+    answer = _call(
+        ["squeue", "--noheader", "--states=all", "--array", f"--jobs={','.join(jobs)}", "--format=%F|%T|%r|%N"]
+    )
+    if answer.returncode and "Invalid job id" not in answer.stderr:
+        raise ConfigError(f"squeue: {_message(answer.stderr)}")
+    found: dict[str, QueuedJob] = {}
+    for line in answer.stdout.splitlines():
+        job, state, reason, nodes = line.split("|", 3)
+        task = QueuedJob(state, reason, nodes)
+        if job not in found or _rank(task) > _rank(found[job]):
+            found[job] = task
+    return found
 
 
 def state(job: str) -> str | None:
@@ -45,14 +106,13 @@ def state(job: str) -> str | None:
     Raises:
         ConfigError: the queue cannot be read.
     """
-    answer = _call(["squeue", "--noheader", f"--jobs={job}", "--format=%T"])
-    if answer.returncode and "Invalid job id" not in answer.stderr:
-        raise ConfigError(f"squeue: {_message(answer.stderr)}")
-    found = answer.stdout.strip()
-    return found if found and found not in _ENDED else None
+    found = queue([job]).get(job)
+    return found.state if found is not None and found.is_alive else None
 
 
-_ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "DEADLINE", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL"}
+def _rank(job: QueuedJob) -> int:
+    """Running before waiting before failed before completed: the state of an array of many tasks."""
+    return 3 if job.is_running else 2 if job.is_alive else 0 if job.state == "COMPLETED" else 1
 
 
 def _sbatch(options: Sequence[str], script: str) -> str:
@@ -79,6 +139,6 @@ def _call(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess
             command, input=text, env=environment, capture_output=True, text=True, check=False, timeout=_PATIENCE
         )
     except FileNotFoundError:
-        raise ConfigError(f"{command[0]} is not on PATH: submit on a machine that has SLURM's commands") from None
+        raise ConfigError(f"{command[0]} is not on PATH: this needs a machine that has SLURM's commands") from None
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{command[0]} has not answered for {_PATIENCE:.0f} s") from None

@@ -1,9 +1,8 @@
-"""Submit a chain of stages: each starts once the one before it is complete, and is cancelled where that one failed."""
+"""Submit a chain of steps: each starts once the one before it is complete, and is cancelled where that one failed."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import subprocess
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -11,76 +10,93 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from palimpsa_data.files import write_atomically
+from palimpsa_data.locks import lock
 
 import megatron_palimpsa
-from megatron_palimpsa.config import ConfigError, save_resolved
+from megatron_palimpsa.config import ConfigError
 from palimpsa_launch import slurm
-from palimpsa_launch.chain import PlannedStage
-from palimpsa_launch.job import JobConfig
+from palimpsa_launch.chain import PlannedStep, resolved_path
+from palimpsa_launch.submission import Submission, read_submission, write_submission
 
 
-def submit_chain(stages: Sequence[PlannedStage], job: JobConfig) -> dict[str, str]:
-    """Submit the stages that are not complete; -> job ids by stage.
+def submit_chain(steps: Sequence[PlannedStep]) -> dict[str, str]:
+    """Submit what is left of the steps; -> job ids by `STEP` or `STEP.JOB`.
 
-    A stage's folder keeps what was submitted under `job/`: script, resolved configuration, job description and
-    `submission.json` with the job's id and the git commit. Either all are submitted or none.
+    A step's folder keeps what was submitted under `job/`: scripts, resolved configuration, job description and
+    `submission.json` with the jobs' ids and the git commit. Either all are submitted or none.
 
     Raises:
-        ConfigError: a stage has a job already, or sbatch refuses one.
+        ConfigError: a step has a job already, or sbatch refuses one.
     """
-    left = [stage for stage in stages if not stage.is_complete]
-    for stage in left:
-        _check_no_job(stage)
-        slurm.check_submission(stage.script)
+    left = [step for step in steps if not step.is_complete]
+    for step in left:
+        _check_no_job(step)
+        for job in step.jobs:
+            slurm.check_submission(job.script)
+    if not left:
+        return {}
+    run = left[0].folder.parent
+    _make_folder(run)
+    # Two calls at the same moment: the second finds the first one's jobs.
+    with lock(run / ".submit.lock", wait=True):
+        for step in left:
+            _check_no_job(step)
+        return _submit(left)
+
+
+def _submit(left: Sequence[PlannedStep]) -> dict[str, str]:
     submitted: dict[str, str] = {}
     try:
-        after = None
-        for stage in left:
-            _write(stage, job)
-            after = slurm.submit(stage.script, after)
-            submitted[stage.config.name] = after
-            record = {"job_id": after, "submitted": datetime.now(UTC).isoformat(timespec="seconds"), **_commit()}
-            _replace(_record(stage), json.dumps(record, indent=2) + "\n")
+        before: list[str] = []
+        for step in left:
+            _write(step)
+            own: dict[str, str] = {}
+            for job in step.jobs:
+                after = [own[name] for name in job.after] or before
+                own[job.name] = slurm.submit(job.script, after, array=job.array)
+                submitted[step.name if job.name == step.main else f"{step.name}.{job.name}"] = own[job.name]
+            write_submission(
+                step.folder, Submission(own, step.main, datetime.now(UTC).isoformat(timespec="seconds"), **_commit())
+            )
+            before = [own[step.main]] if step.main else before
     except BaseException:
-        for identifier in submitted.values():
-            slurm.cancel(identifier)
+        slurm.cancel(list(submitted.values()))
         raise
     return submitted
 
 
-def _record(stage: PlannedStage) -> Path:
-    return stage.job_folder / "submission.json"
-
-
-def _check_no_job(stage: PlannedStage) -> None:
+def _make_folder(folder: Path) -> None:
     try:
-        identifier = str(json.loads(_record(stage).read_text())["job_id"])
-    except FileNotFoundError:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output_dir: cannot make {folder}: {error.strerror}") from None
+
+
+def _check_no_job(step: PlannedStep) -> None:
+    submission = read_submission(step.folder)
+    if submission is None:
         return
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{_record(stage)} cannot be read ({error}); see squeue, and remove it") from None
-    if (state := slurm.state(identifier)) is not None:
-        raise ConfigError(
-            f"{stage.folder} has job {identifier} ({state}) already; let it go on, or end it with scancel {identifier}"
-        )
+    for identifier, job in slurm.queue(list(submission.jobs.values())).items():
+        if job.is_alive:
+            raise ConfigError(
+                f"{step.folder} has job {identifier} ({job.state}) already; let it go on, or end it with "
+                f"megatron-palimpsa cancel {step.folder.parent}"
+            )
 
 
-def _write(stage: PlannedStage, job: JobConfig) -> None:
+def _write(step: PlannedStep) -> None:
     # sbatch does not look whether the log's folder exists, and without it the job ends at once.
-    (stage.folder / "logs").mkdir(parents=True, exist_ok=True)
-    stage.job_folder.mkdir(exist_ok=True)
-    (stage.job_folder / "attempts").unlink(missing_ok=True)
-    temporary = stage.resolved.with_name(".stage.yaml.tmp")
-    save_resolved(stage.config, temporary)
-    temporary.replace(stage.resolved)
-    _replace(stage.job_folder / "job.yaml", yaml.safe_dump(dataclasses.asdict(job), sort_keys=False))
-    _replace(stage.job_folder / "job.sh", stage.script)
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    temporary.replace(path)
+    (step.folder / "logs").mkdir(parents=True, exist_ok=True)
+    folder = step.folder / "job"
+    folder.mkdir(exist_ok=True)
+    (folder / "attempts").unlink(missing_ok=True)
+    write_atomically(resolved_path(step.folder, step.is_preparation), step.resolved.encode())
+    settings = yaml.safe_dump(dataclasses.asdict(step.job), sort_keys=False)  # type: ignore[call-overload]
+    write_atomically(folder / "job.yaml", settings.encode())
+    for job in step.jobs:
+        name = "job" if job.name == step.main else job.name
+        write_atomically(folder / f"{name}.sh", job.script.encode())
 
 
 def _commit() -> dict[str, Any]:

@@ -23,7 +23,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     add_job_flags(parser)
     add_option_flags(parser, NeedleOptions)
-    parser.set_defaults(command=_prepare)
+    parser.set_defaults(command=_prepare, job=needle_job)
 
 
 def _prepare(arguments: argparse.Namespace) -> int:

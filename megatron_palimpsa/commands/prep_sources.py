@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+from typing import TYPE_CHECKING
 
 from palimpsa_data.sources.options import (
     FineWebOptions,
@@ -14,6 +15,9 @@ from palimpsa_data.sources.options import (
 )
 
 from megatron_palimpsa.commands.prep_job import add_job_flags, add_option_flags, options_from, run
+
+if TYPE_CHECKING:
+    from palimpsa_data.plan import PrepJob
 
 _SOURCES: dict[str, tuple[type[SourceOptions], str]] = {
     "fineweb": (FineWebOptions, "FineWeb and FineWeb-Edu, filtered by score, language and length"),
@@ -42,7 +46,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         add_job_flags(parser)
         add_option_flags(parser, options)
         _add_limits(parser, examples=options is LongAlpacaOptions)
-        parser.set_defaults(command=functools.partial(_prepare, kind))
+        parser.set_defaults(command=_prepare, job=functools.partial(source_job, kind))
 
 
 def _add_limits(parser: argparse.ArgumentParser, *, examples: bool) -> None:
@@ -61,7 +65,12 @@ def _add_limits(parser: argparse.ArgumentParser, *, examples: bool) -> None:
     parser.add_argument("--max-tokens", type=int, metavar="N", help="leave out documents with more tokens")
 
 
-def _prepare(kind: str, arguments: argparse.Namespace) -> int:
+def _prepare(arguments: argparse.Namespace) -> int:
+    return run(arguments.job(arguments), arguments)
+
+
+def source_job(kind: str, arguments: argparse.Namespace) -> PrepJob:
+    """The job that the parsed flags describe."""
     from palimpsa_data.pipeline import Limits
     from palimpsa_data.plan import PrepJob
     from palimpsa_data.sources import find_inputs
@@ -74,7 +83,7 @@ def _prepare(kind: str, arguments: argparse.Namespace) -> int:
         if examples
         else Limits(min_tokens=arguments.min_tokens, max_tokens=arguments.max_tokens)
     )
-    job = PrepJob(
+    return PrepJob(
         kind=kind,
         inputs=find_inputs(arguments.inputs, options.loose),
         options=options,
@@ -84,4 +93,3 @@ def _prepare(kind: str, arguments: argparse.Namespace) -> int:
         loss_mask=examples,
         backend=arguments.backend,
     )
-    return run(job, arguments)

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from palimpsa_launch.chain import PlannedStep
 
 _JOB_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
     ("nodes", int, "N", "nodes of each job"),
@@ -15,6 +20,7 @@ _JOB_OPTIONS: tuple[tuple[str, type, str, str], ...] = (
     ("qos", str, "NAME", "quality of service"),
     ("constraint", str, "FEATURES", "features that nodes must have"),
     ("exclude", str, "NODES", "nodes to stay away from"),
+    ("container", str, "ENGINE:IMAGE", "run in an image: apptainer:/images/palimpsa.sif, pyxis:org#name:tag"),
 )
 
 
@@ -25,34 +31,79 @@ def add(commands: argparse._SubParsersAction) -> None:
         description="Check stages and their jobs, then submit one SLURM job a stage, each starting when the one before "
         "it is complete. Stages that are complete are left out, so the same command goes on with a chain.",
     )
-    parser.add_argument("recipes", nargs="+", metavar="RECIPE", help="the stages' YAML files, in order")
+    parser.add_argument(
+        "recipes",
+        nargs="+",
+        metavar="RECIPE",
+        help="YAML files of stages, preparations and whole runs, in order, or names of packaged ones (demo/run)",
+    )
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="changes any key of the files, in every stage"
     )
     parser.add_argument("--job", type=Path, metavar="FILE", help="YAML file of the job's settings")
-    for name, kind, value, text in _JOB_OPTIONS:
-        parser.add_argument(f"--{name}", type=kind, metavar=value, help=text)
+    add_job_options(parser)
     parser.add_argument("--dry-run", action="store_true", help="print plans and scripts and submit nothing")
     parser.set_defaults(command=_submit)
+
+
+def add_job_options(parser: argparse.ArgumentParser) -> None:
+    """An option for each setting of the job that is often changed."""
+    for name, kind, value, text in _JOB_OPTIONS:
+        parser.add_argument(f"--{name}", type=kind, metavar=value, help=text)
+
+
+def job_changes(options: argparse.Namespace) -> dict[str, Any]:
+    """Keys of `JobConfig` that options give.
+
+    Raises:
+        ConfigError: --container without an engine.
+    """
+    from megatron_palimpsa.config import ConfigError
+
+    names = [name.replace("-", "_") for name, *_ in _JOB_OPTIONS]
+    changes = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if container := changes.get("container"):
+        engine, colon, image = container.partition(":")
+        if not colon:
+            raise ConfigError(f"--container {container}: takes ENGINE:IMAGE, such as apptainer:/images/palimpsa.sif")
+        changes["container"] = {"engine": engine, "image": image}
+    return changes
+
+
+def split_recipes(options: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """-> names of recipes, overrides: argparse cannot tell them apart."""
+    given = [*options.recipes, *options.overrides]
+    return [item for item in given if "=" not in item], [item for item in given if "=" in item]
+
+
+def report(steps: Sequence[PlannedStep], submitted: dict[str, str]) -> None:
+    """One line a job, and what is complete already."""
+    for step in steps:
+        if step.is_complete:
+            print(f"stage          {step.name}: complete already, nothing to submit\n")
+        for job in step.jobs:
+            name = step.name if job.name == step.main else f"{step.name}.{job.name}"
+            print(f"{name}: job {submitted[name]}, logs in {step.folder / 'logs'}")
 
 
 def _submit(options: argparse.Namespace) -> int:
     from palimpsa_launch.chain import plan_chain
     from palimpsa_launch.job import load_job
+    from palimpsa_launch.recipes import find_recipes
     from palimpsa_launch.submit import submit_chain
 
-    given = [*options.recipes, *options.overrides]
-    recipes = [Path(item) for item in given if "=" not in item]
-    overrides = [item for item in given if "=" in item]
-    names = [name.replace("-", "_") for name, *_ in _JOB_OPTIONS]
-    job = load_job(options.job, {name: getattr(options, name) for name in names})
-    stages = plan_chain(recipes, overrides, job)
-    submitted = {} if options.dry_run else submit_chain(stages, job)
-    for stage in stages:
-        if stage.is_complete:
-            print(f"stage          {stage.config.name}: complete already, nothing to submit\n")
-        elif options.dry_run:
-            print(f"{stage.plan}\n\n{stage.script}")
-        else:
-            print(f"{stage.config.name}: job {submitted[stage.config.name]}, logs in {stage.folder / 'logs'}")
+    names, overrides = split_recipes(options)
+    job = load_job(options.job, job_changes(options))
+    recipes = find_recipes(names)
+    steps = plan_chain(recipes, overrides, [job] * len(recipes))
+    if not options.dry_run:
+        report(steps, submit_chain(steps))
+        return 0
+    for step in steps:
+        if step.is_complete:
+            print(f"stage          {step.name}: complete already, nothing to submit\n")
+        if step.plan:
+            print(f"{step.plan}\n")
+        for planned in step.jobs:
+            print(planned.script)
     return 0

@@ -6,7 +6,15 @@ the value and what is allowed, and need neither torch nor a GPU.
 """
 
 from megatron_palimpsa.config.checks import check_ranks, check_stage
-from megatron_palimpsa.config.reading import load_stage, read_as, read_tree, save_resolved, stage_from_dict, to_dict
+from megatron_palimpsa.config.reading import (
+    apply_overrides,
+    load_stage,
+    read_as,
+    read_tree,
+    save_resolved,
+    stage_from_dict,
+    to_dict,
+)
 from megatron_palimpsa.config.schema import (
     LAYER_SYMBOLS,
     CheckpointConfig,
@@ -37,6 +45,7 @@ __all__ = [
     "ParallelConfig",
     "StageConfig",
     "TrainConfig",
+    "apply_overrides",
     "check_ranks",
     "check_stage",
     "load_stage",

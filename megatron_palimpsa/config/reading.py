@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -23,8 +24,7 @@ def load_stage(path: str | Path, overrides: list[str] | None = None) -> StageCon
         ConfigError: names the file, the key, the value and what is allowed.
     """
     tree = read_tree(path)
-    for override in overrides or []:
-        _apply_override(tree, override)
+    apply_overrides(tree, overrides or [])
     return stage_from_dict(tree, where=str(path))
 
 
@@ -92,6 +92,16 @@ def _merge(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
         merged[key] = _merge(merged[key], value) if both else value
     return merged
+
+
+def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Change a recipe's mapping by `section.key=value`, in place.
+
+    Raises:
+        ConfigError: names the override that is none.
+    """
+    for override in overrides:
+        _apply_override(tree, override)
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:

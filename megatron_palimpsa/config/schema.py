@@ -209,6 +209,9 @@ class StageConfig:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
     init_from: InitFrom | None = None
+    evaluation: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*[^\x00-\x20\x7f][^\x00-\x1f\x7f]*$")] | None = None
+    """A command that is run once the stage is complete: by `submit` as a job of its own on one node, by `train` where
+    it takes several stages. Quotes group its words, no shell reads it; `{folder}` stands for the stage's folder."""
     seed: NonNegative = 1234
 
     @property

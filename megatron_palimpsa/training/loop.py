@@ -22,7 +22,7 @@ from megatron_palimpsa.training.progress import Progress
 from megatron_palimpsa.training.run_folder import RunFolder
 from megatron_palimpsa.training.run_log import RunLog
 from megatron_palimpsa.training.stages import Source
-from megatron_palimpsa.training.stop import StopControl
+from megatron_palimpsa.training.stop import StopControl, StopReason
 from megatron_palimpsa.training.validation import validate
 from megatron_palimpsa.training.watchdog import Watchdog
 
@@ -109,8 +109,10 @@ class _Run:
         due = False
         while progress.step < config.total_steps:
             self.checkpoints.poll()
-            if reason := self.stop.reason(progress.step, progress.tokens, ranks.largest):
+            reason = self.stop.reason(progress.step, progress.tokens, ranks.largest)
+            if reason > StopReason.SAVE:
                 return self._save_and_stop(str(reason))
+            due = due or reason is StopReason.SAVE
             start = time.monotonic()
             result = self.engine.train_step(batches, self.guard.accept)
             self.watchdog.beat()

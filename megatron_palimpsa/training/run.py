@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 
 from megatron_palimpsa import launcher
 from megatron_palimpsa.config import StageConfig, check_stage
@@ -40,7 +41,7 @@ def train(config: StageConfig) -> ExitCode:
         )
         return ExitCode.COMPLETE
     launcher.require_meeting_place()
-    stop = StopControl(config.train, file=launcher.stop_file())
+    stop = StopControl(config.train, file=launcher.stop_file(), save_file=folder.save_now)
     source, data = _check_inputs(config, folder)
     is_main = launcher.rank() == 0
     # Listening begins before the slow start: a signal during it is obeyed before the first step.
@@ -68,12 +69,18 @@ def dry_run(config: StageConfig, gpu_memory: int | None = None) -> str:
 
 
 def describe(
-    config: StageConfig, ranks: int, *, planned_source: Source | None = None, gpu_memory: int | None = None
+    config: StageConfig,
+    ranks: int,
+    *,
+    planned_source: Source | None = None,
+    data_may_be_missing: bool = False,
+    gpu_memory: int | None = None,
 ) -> str:
     """Check everything that `train` checks on `ranks` ranks and describe what it would do.
 
     Args:
         planned_source: what the stage will start from once the stage before it is complete; None looks for it now.
+        data_may_be_missing: something before the stage makes it; it is checked only where its blends are there.
 
     Raises:
         ConfigError: as `train`.
@@ -81,6 +88,9 @@ def describe(
     folder = RunFolder(config.folder)
     check_stage(config, ranks)
     folder.check_config(config)
+    if data_may_be_missing and not all(map(os.path.exists, (config.data.train_blend, config.data.valid_blend))):
+        source = _check_start(config, folder, planned_source)
+        return plan.describe(config, ranks, source, [f"{config.data.train_blend}: not made yet"], gpu_memory)
     source, data = _check_inputs(config, folder, planned_source)
     sets = [
         f"{item.name}: {100 * item.share:.1f} % of the sequences, {100 * item.fill:.1f} % filled, "
@@ -93,10 +103,15 @@ def describe(
 def _check_inputs(
     config: StageConfig, folder: RunFolder, planned_source: Source | None = None
 ) -> tuple[Source | None, StageData]:
+    source = _check_start(config, folder, planned_source)
+    return source, StageData(config)
+
+
+def _check_start(config: StageConfig, folder: RunFolder, planned_source: Source | None) -> Source | None:
+    """All but the data."""
     check_usable(config)
     require_engine(config)
     source = planned_source or find_source(config)
-    data = StageData(config)
     saves = config.total_steps // config.checkpoint.interval + 1
     folder.check_place(plan.checkpoint_bytes(config.model), min(config.checkpoint.keep, saves))
-    return source, data
+    return source

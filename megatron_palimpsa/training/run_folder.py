@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 # A resumed run may change these: they do not change which weights the stage ends with, but for rounding.
 # Moved data files are recognised by their fingerprint, in whatever place they lie.
-_FREE_SECTIONS = {"output_dir", "parallel", "checkpoint", "logging"}
+_FREE_SECTIONS = {"output_dir", "parallel", "checkpoint", "logging", "evaluation"}
 _FREE_KEYS = {
     "data.train_blend",
     "data.valid_blend",
@@ -50,6 +50,13 @@ class RunFolder:
         self.tensorboard = path / "tensorboard"
         self.checkpoints = path / "checkpoints"
         self.marker = path / "STAGE_COMPLETE"
+        self.evaluated = path / "EVALUATION_COMPLETE"
+        self.save_now = path / "SAVE_NOW"
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether the recipe's evaluation has run; by its marker."""
+        return self.evaluated.exists()
 
     @property
     def has_checkpoints(self) -> bool:

@@ -1,4 +1,7 @@
-"""When a run stops before its tokens are done: on a signal or a file, at a step, at a token count or by the clock."""
+"""When a run stops before its tokens are done: on a signal or a file, at a step, at a token count or by the clock.
+
+A second file asks for a checkpoint without stopping.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,18 @@ class StopReason(IntEnum):
     """Higher wins where ranks differ."""
 
     NONE = 0
-    STEP = 1
-    TOKENS = 2
-    MINUTES = 3
-    SIGNAL = 4
-    FILE = 5
+    SAVE = 1
+    """No reason to stop: save after the next step and go on."""
+    STEP = 2
+    TOKENS = 3
+    MINUTES = 4
+    SIGNAL = 5
+    FILE = 6
 
     def __str__(self) -> str:
         return {
             StopReason.NONE: "",
+            StopReason.SAVE: "a checkpoint was asked for",
             StopReason.STEP: "train.stop_at_step reached",
             StopReason.TOKENS: "train.stop_at_tokens reached",
             StopReason.MINUTES: "train.stop_after_minutes reached",
@@ -42,14 +48,19 @@ class StopControl:
 
     A signal (SIGTERM, SIGUSR1) that reaches one rank only, or clocks that differ, must not leave the others waiting
     in a collective: the reasons are compared over all ranks. So may only one rank see `file`, which a batch script
-    makes because torchrun passes no signal on.
+    makes because torchrun passes no signal on, and `save_file`, which goes when it is seen.
     """
 
     def __init__(
-        self, train: TrainConfig, clock: Callable[[], float] = time.monotonic, file: Path | None = None
+        self,
+        train: TrainConfig,
+        clock: Callable[[], float] = time.monotonic,
+        file: Path | None = None,
+        save_file: Path | None = None,
     ) -> None:
         self._train = train
         self._file = file
+        self._save_file = save_file
         self._clock = clock
         self._start = clock()
         self._signalled = False
@@ -92,4 +103,10 @@ class StopControl:
             return StopReason.TOKENS
         if train.stop_at_step is not None and step >= train.stop_at_step:
             return StopReason.STEP
-        return StopReason.NONE
+        return StopReason.SAVE if self._takes_save_file() else StopReason.NONE
+
+    def _takes_save_file(self) -> bool:
+        if self._save_file is None or launcher.rank() != 0 or not self._save_file.exists():
+            return False
+        self._save_file.unlink()
+        return True

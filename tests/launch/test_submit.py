@@ -31,8 +31,9 @@ env | grep -E '^(SBATCH|SLURM)_' >>"$here/environment"
 echo "$id"
 """
 _SQUEUE = """#!/usr/bin/env bash
-for argument; do case $argument in --jobs=*) job=${argument#--jobs=} ;; esac; done
-grep -qx "$job" "$(dirname "$0")/queue" 2>/dev/null && echo RUNNING && exit 0
+for argument; do case $argument in --jobs=*) jobs=${argument#--jobs=} ;; esac; done
+known=$(tr , '\n' <<<"$jobs" | grep -xf - "$(dirname "$0")/queue" 2>/dev/null)
+[[ -n $known ]] && sed 's/$/|RUNNING|None|node1/' <<<"$known" && exit 0
 echo "slurm_load_jobs error: Invalid job id specified" >&2
 exit 1
 """
@@ -96,7 +97,10 @@ def test_chain_is_submitted_with_dependencies_and_recorded(capsys, tmp_path, sta
     monkeypatch.setenv("SBATCH_PARTITION", "elsewhere")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert submit(*stages, *JOB, "optimizer.lr=0.02") == 0
-    assert calls(slurm) == ["--parsable", "--parsable --dependency=afterok:101 --kill-on-invalid-dep=yes"]
+    assert calls(slurm) == [
+        "--parsable --dependency=singleton",
+        "--parsable --dependency=afterok:101,singleton --kill-on-invalid-dep=yes",
+    ]
     assert (slurm / "environment").read_text() == ""
     assert "first: job 101" in capsys.readouterr().out
     for name, job in (("first", "101"), ("second", "102")):
@@ -137,9 +141,9 @@ def test_sbatch_refusal_is_one_message_and_nothing_is_written(capsys, tmp_path, 
 
 
 def test_chain_that_is_refused_half_way_is_taken_back(capsys, stages, slurm):
-    (slurm / "refused").write_text("dependency")
+    (slurm / "refused").write_text("kill-on-invalid")
     assert "sbatch refuses the job" in refusal(capsys, *stages, *JOB)
-    assert calls(slurm) == ["--parsable", "scancel 101"]
+    assert calls(slurm) == ["--parsable --dependency=singleton", "scancel 101"]
 
 
 def test_without_slurm(capsys, stages, monkeypatch, tmp_path):

@@ -197,6 +197,16 @@ def test_a_checkpoint_that_falls_on_a_refused_step_is_made_up_for(tmp_path, tiny
     assert steps_saved(RunFolder(tmp_path / "runs" / "stage")) == [5, 8]
 
 
+def test_a_checkpoint_asked_for_is_saved_and_the_run_goes_on(tmp_path, tiny_data):
+    path = write_stage(tmp_path, tiny_data)
+    folder = RunFolder(tmp_path / "runs" / "stage")
+    folder.path.mkdir(parents=True)
+    folder.save_now.touch()
+    assert train_in_new_process(path, "checkpoint.interval=100") == ExitCode.COMPLETE
+    assert steps_saved(folder) == [1, 8]
+    assert not folder.save_now.exists()
+
+
 @pytest.mark.parametrize("load", ["weights", "weights+optimizer"])
 def test_next_stage_takes_the_weights_and_begins_anew(tmp_path, tiny_data, first, load):
     path = write_stage(

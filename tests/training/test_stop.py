@@ -72,3 +72,18 @@ def test_file_stops_all_ranks_though_only_the_first_looks(tmp_path, monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert stop.reason(2, 128, alone) is StopReason.NONE
     assert stop.reason(2, 128, lambda own: max(own, StopReason.FILE)) is StopReason.FILE
+
+
+def test_save_file_is_taken_once_by_the_first_rank_and_gives_way_to_a_stop(tmp_path, monkeypatch):
+    file = tmp_path / "SAVE_NOW"
+    stop = StopControl(tiny_stage(train={"stop_at_step": 3}).train, save_file=file)
+    assert stop.reason(1, 64, alone) is StopReason.NONE
+    file.touch()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert stop.reason(1, 64, alone) is StopReason.NONE
+    monkeypatch.setenv("RANK", "0")
+    assert stop.reason(1, 64, alone) is StopReason.SAVE
+    assert stop.reason(2, 128, alone) is StopReason.NONE
+    file.touch()
+    assert stop.reason(3, 192, alone) is StopReason.STEP

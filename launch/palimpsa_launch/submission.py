@@ -1,0 +1,64 @@
+"""`job/submission.json` of a step: the jobs that were submitted for it last."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from palimpsa_data.files import json_bytes, write_atomically
+
+from megatron_palimpsa.config import ConfigError
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What SLURM has of a step."""
+
+    jobs: dict[str, str]
+    """Ids by name: `train`, `evaluation`, or a preparation's arrays and `finish`."""
+    main: str
+    """The job that the next step waits for; "" where it waits for none of them."""
+    submitted: str
+    """When, in UTC."""
+    git_commit: str | None
+    git_changed: bool = False
+
+    @property
+    def first_id(self) -> int:
+        return min(map(int, self.jobs.values()))
+
+    @property
+    def job_id(self) -> str | None:
+        return self.jobs.get(self.main)
+
+
+def write_submission(folder: Path, submission: Submission) -> None:
+    """Of the step in `folder`."""
+    record = {"job_id": submission.job_id, **dataclasses.asdict(submission)}
+    write_atomically(_path(folder), json_bytes(record))
+
+
+def read_submission(folder: Path) -> Submission | None:
+    """None for a step that was never submitted.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    path = _path(folder)
+    try:
+        record = json.loads(path.read_text())
+        record.pop("job_id")
+        submission = Submission(**record)
+        if not all(job.isdecimal() for job in submission.jobs.values()):
+            raise ValueError("jobs are not ids")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}); see squeue, and remove it") from None
+    return submission
+
+
+def _path(folder: Path) -> Path:
+    return folder / "job" / "submission.json"
