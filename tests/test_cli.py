@@ -196,7 +196,7 @@ def test_interrupt_is_130_without_a_traceback(capsys, stage, monkeypatch):
     monkeypatch.setattr(run_module, "train", interrupted)
     assert cli.main(["train", str(stage)]) == 130
     assert "interrupted" in capsys.readouterr().err
-    monkeypatch.setattr(cli, "_parse", interrupted)  # as early as while the commands' modules are imported
+    monkeypatch.setattr(cli, "parse", interrupted)  # as early as while the commands' modules are imported
     assert cli.main(["train", str(stage)]) == 130
     assert "interrupted" in capsys.readouterr().err
 
