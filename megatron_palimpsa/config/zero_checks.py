@@ -34,16 +34,6 @@ def check_engine(config: StageConfig, data_parallel_size: int) -> None:
             f"{config.train.global_batch_tokens} gives each of {data_parallel_size} data-parallel ranks {steps} "
             f"microbatches of train.micro_batch_size={config.train.micro_batch_size}; make them agree"
         )
-    _check_built(zero, precision)
-
-
-def _check_built(zero: DeepSpeedConfig, precision: str) -> None:
-    hpz = zero.zero_hpz_partition_size > 1
-    if zero.zero_stage == 0 or zero.offload_optimizer or zero.offload_parameters or hpz or precision == "fp16":
-        raise ConfigError(
-            f"{_SECTION}: zero_stage 0, offload_optimizer, offload_parameters, zero_hpz_partition_size and fp16 are "
-            f"known and do not run yet"
-        )
 
 
 def _check_layout(parallel: ParallelConfig) -> None:

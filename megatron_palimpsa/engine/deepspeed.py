@@ -25,13 +25,14 @@ from megatron_palimpsa.config import StageConfig
 from megatron_palimpsa.engine import optimizer_state, zero_state
 from megatron_palimpsa.engine.assembly import build_chunks, build_scheduler
 from megatron_palimpsa.engine.boxes import Box, ReadBox
+from megatron_palimpsa.engine.deepspeed_groups import Groups, SingleGroups, replicas, set_secondary_groups
 from megatron_palimpsa.engine.deepspeed_setup import (
-    Groups,
     build_adamw,
     deepspeed_config,
     import_deepspeed,
     mixed_dtypes,
 )
+from megatron_palimpsa.engine.loss_scale import LossScale
 from megatron_palimpsa.engine.scheduled import ScheduledEngine, check_precisions
 from megatron_palimpsa.parallel.cpu import cuda_means_cpu
 
@@ -57,6 +58,7 @@ class DeepSpeedEngine(ScheduledEngine):
     def __init__(self, config: StageConfig) -> None:
         self._deepspeed = import_deepspeed()
         self._stage = config.parallel.deepspeed.zero_stage
+        self._offloaded = config.parallel.deepspeed.offload_optimizer
         with cuda_means_cpu():
             super().__init__(config, build_chunks(config))
             [model] = self.chunks
@@ -72,24 +74,32 @@ class DeepSpeedEngine(ScheduledEngine):
             self._adamw = adamw
             self._zero = self._start(model, adamw)
         model.config.finalize_model_grads_func = self._finalize
+        self._loss_scale = LossScale(config.parallel.deepspeed.fp16) if config.train.precision == "fp16" else None
+        if self._loss_scale is not None:
+            model.config.grad_scale_func = self._scaled
         self._gradients_of: list[Tensor] = []
         check_precisions(model)
 
     def _start(self, model: HybridModel, adamw: torch.optim.AdamW) -> Any:
         deepspeed = self._deepspeed
+        zero = self.config.parallel.deepspeed
         # DeepSpeed keeps groups for the life of a process; those of a process group that was left are of no use.
         deepspeed.comm.comm.cdb = None
         deepspeed.utils.groups._WORLD_GROUP = None
+        set_secondary_groups(deepspeed, zero.zero_hpz_partition_size)
         with mixed_dtypes(deepspeed):
             self._engine, optimizer, _, _ = deepspeed.initialize(
                 model=model,
                 optimizer=adamw,
                 config=deepspeed_config(self.config),
-                mpu=Groups(),
+                mpu=SingleGroups() if zero.zero_stage == 0 else Groups(),
                 dist_init_required=False,
             )
         self._driven = [_Driven(model, self._engine)]
-        logger.info("DeepSpeed %s, ZeRO stage %d, steps torch's AdamW", deepspeed.__version__, self._stage)
+        place = "the CPU" if zero.offload_optimizer else self._device.type.upper()
+        logger.info(
+            "DeepSpeed %s, ZeRO stage %d, steps torch's fused AdamW on %s", deepspeed.__version__, self._stage, place
+        )
         return optimizer
 
     @property
@@ -103,22 +113,37 @@ class DeepSpeedEngine(ScheduledEngine):
         self, model: list[torch.nn.Module], num_tokens: Tensor, pg_collection: Any = None, **options: Any
     ) -> None:
         """In place of Megatron's `finalize_model_grads`, which takes its own DDP's buffers."""
-        if self._stage == 1:
+        if self._stage < 2:
             self._sum_tied_embeddings()
             self._zero.set_gradient_accumulation_boundary(True)
             self._zero.reduce_gradients()
             self._zero.set_gradient_accumulation_boundary(False)
-        else:
+        elif self._stage == 2:
             self._zero.finalize_gradient_accumulation_boundary()
+        if self._offloaded and self._device.type == "cuda":
+            # Copies to host memory may still be on their way.
+            torch.cuda.synchronize(self._device)
         self._gradients_of = zero_state.flat_gradients(self._zero, self._stage)
+        if self._stage == 0:
+            for gradient in self._gradients_of:
+                dist.all_reduce(gradient, group=replicas())
         self._sum_copies()
-        replicas = Groups.get_data_parallel_group()
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(num_tokens, src=last, group=parallel_state.get_pipeline_model_parallel_group())
-        dist.all_reduce(num_tokens, group=replicas)
+        dist.all_reduce(num_tokens, group=replicas())
         # DeepSpeed averages over data parallelism.
-        scale = replicas.size() / num_tokens.clamp(min=1).item()
+        scale = (1 if self._stage == 0 else replicas().size()) / num_tokens.clamp(min=1).item()
+        if self._loss_scale is not None:
+            scale /= self._loss_factor()
         torch._foreach_mul_(self._gradients_of, scale)
+
+    def _scaled(self, loss: Tensor) -> Tensor:
+        return loss * self._loss_factor()
+
+    def _loss_factor(self) -> float:
+        """What a microbatch's sum of losses is multiplied by: the scale is meant for a mean over tokens."""
+        assert self._loss_scale is not None
+        return self._loss_scale.scale / (self.config.train.micro_batch_size * self.config.model.seq_length)
 
     def _sum_tied_embeddings(self) -> None:
         """Before the reduction over data parallelism: a stage's part of it has other elements than the other's."""
@@ -145,7 +170,7 @@ class DeepSpeedEngine(ScheduledEngine):
             or (self.config.parallel.sequence_parallel and getattr(piece.parameter, "sequence_parallel", False))
         ]
         if marked:
-            flat = _flatten_dense_tensors(marked)
+            flat = _flatten_dense_tensors(marked).to(self._device)
             dist.all_reduce(flat, group=group)
             for gradient, summed in zip(marked, _unflatten_dense_tensors(flat, marked), strict=True):
                 gradient.copy_(summed)
@@ -166,9 +191,15 @@ class DeepSpeedEngine(ScheduledEngine):
         ]
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if counted:
-            total = torch.stack(torch._foreach_norm(counted, dtype=torch.float64)).square().sum()
+            total += torch.stack(torch._foreach_norm(counted, dtype=torch.float64)).square().sum().to(self._device)
         dist.all_reduce(total)
-        return float(total.sqrt().float())
+        if self._stage == 0:
+            # Every replica has counted the whole.
+            total /= replicas().size()
+        norm = float(total.sqrt().float())
+        if self._loss_scale is not None:
+            self._loss_scale.update(norm)
+        return norm
 
     def _update(self, grad_norm: float) -> None:
         coefficient = self.config.optimizer.clip_grad / (grad_norm + 1e-6)
@@ -178,16 +209,15 @@ class DeepSpeedEngine(ScheduledEngine):
         self._zero.zero_grad()
 
     def _drop(self) -> None:
-        for index in self._zero.averaged_gradients:
-            self._zero.averaged_gradients[index] = None
-        self._zero.zero_grad()
+        zero_state.forget_gradients(self._zero, self._stage)
 
     def _pieces(self) -> list[optimizer_state.Piece]:
         return [piece for group in zero_state.flat_groups(self._zero, self._stage) for piece in group.pieces]
 
     def state_share(self) -> list[tuple[Box, Tensor]]:
-        replicas = Groups.get_data_parallel_group()
-        return optimizer_state.share(self._pieces(), self._locals, replicas, spread=True, frozen=self._frozen)
+        return optimizer_state.share(
+            self._pieces(), self._locals, replicas(), spread=self._stage > 0, frozen=self._frozen
+        )
 
     @torch.no_grad()
     def load_weights(self, read: ReadBox) -> None:
@@ -206,3 +236,12 @@ class DeepSpeedEngine(ScheduledEngine):
     def load_moments(self, read: ReadBox, optimizer_steps: int) -> None:
         optimizer_state.load_moments(self._pieces(), self._locals, read, optimizer_steps)
         self.optimizer_steps = optimizer_steps
+
+    def scheduler_state(self) -> dict[str, Any]:
+        state = super().scheduler_state()
+        return state if self._loss_scale is None else {**state, "loss_scale": self._loss_scale.state_dict()}
+
+    def load_scheduler_state(self, state: dict[str, Any]) -> None:
+        super().load_scheduler_state(state)
+        if self._loss_scale is not None and "loss_scale" in state:
+            self._loss_scale.load_state_dict(state["loss_scale"])

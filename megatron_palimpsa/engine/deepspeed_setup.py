@@ -1,4 +1,4 @@
-"""What DeepSpeed is given: its configuration, Megatron's groups in its terms, and an optimizer; nothing is compiled."""
+"""What DeepSpeed is given: its configuration and an optimizer; nothing is compiled."""
 
 from __future__ import annotations
 
@@ -9,50 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron_palimpsa.config import DeepSpeedConfig, StageConfig
-
-
-class Groups:
-    """Megatron's process groups under the names that DeepSpeed asks an `mpu` for.
-
-    "Model" parallelism is everything but data parallelism. Context-parallel ranks hold the same parameters, so that
-    they belong to DeepSpeed's data parallelism.
-    """
-
-    get_tensor_model_parallel_group = staticmethod(parallel_state.get_tensor_model_parallel_group)
-    get_tensor_model_parallel_rank = staticmethod(parallel_state.get_tensor_model_parallel_rank)
-    get_tensor_model_parallel_world_size = staticmethod(parallel_state.get_tensor_model_parallel_world_size)
-    get_tensor_model_parallel_src_rank = staticmethod(parallel_state.get_tensor_model_parallel_src_rank)
-    get_pipeline_model_parallel_group = staticmethod(parallel_state.get_pipeline_model_parallel_group)
-    get_pipeline_model_parallel_world_size = staticmethod(parallel_state.get_pipeline_model_parallel_world_size)
-    get_model_parallel_group = staticmethod(parallel_state.get_model_parallel_group)
-
-    @staticmethod
-    def get_model_parallel_rank() -> int:
-        return parallel_state.get_model_parallel_group().rank()
-
-    @staticmethod
-    def get_model_parallel_world_size() -> int:
-        return parallel_state.get_model_parallel_group().size()
-
-    @staticmethod
-    def get_data_parallel_group() -> dist.ProcessGroup:
-        return parallel_state.get_data_parallel_group(with_context_parallel=True)
-
-    @classmethod
-    def get_data_parallel_group_ranks(cls) -> list[int]:
-        return dist.get_process_group_ranks(cls.get_data_parallel_group())
-
-    @classmethod
-    def get_data_parallel_rank(cls) -> int:
-        return cls.get_data_parallel_group().rank()
-
-    @classmethod
-    def get_data_parallel_world_size(cls) -> int:
-        return cls.get_data_parallel_group().size()
 
 
 def import_deepspeed() -> Any:
@@ -82,20 +40,32 @@ class _Buffers:
 def mixed_dtypes(deepspeed: Any) -> Iterator[None]:
     """Within it DeepSpeed's stage 3 takes parameters of more than one dtype, one after another.
 
-    It keeps all partitions in one buffer, which has one dtype; parameters that stay in float32 get a buffer of their
-    own here.
+    It keeps all partitions in one buffer, and all partitions in host memory in buffers, of one dtype; parameters that
+    stay in float32 get buffers of their own here.
     """
     stage3 = deepspeed.runtime.zero.stage3
-    of_one_dtype = stage3.defragment
+    optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
+    of_one_dtype, in_host_memory = stage3.defragment, optimizer._create_param_groups_fp16_flat_cpu_memory
 
     def by_dtype(tensors: list[torch.Tensor]) -> _Buffers:
         return _Buffers([of_one_dtype(list(same)) for _, same in itertools.groupby(tensors, lambda t: t.dtype)])
 
     stage3.defragment = by_dtype
+    optimizer._create_param_groups_fp16_flat_cpu_memory = _host_buffers
     try:
         yield
     finally:
         stage3.defragment = of_one_dtype
+        optimizer._create_param_groups_fp16_flat_cpu_memory = in_host_memory
+
+
+def _host_buffers(optimizer: Any) -> None:
+    """In place of DeepSpeed's, for its optimizer of stage 3: a buffer for each group, of the group's dtype."""
+    for group in optimizer.trainable_param_groups:
+        size = sum(parameter.partition_numel() for parameter in group["params"])
+        pinned = optimizer.offload_param_pin_memory and torch.cuda.is_available()
+        buffer = torch.empty(size, dtype=group["params"][0].dtype, pin_memory=pinned)
+        optimizer.param_groups_fp16_flat_cpu_memory.append(buffer)
 
 
 def deepspeed_config(config: StageConfig) -> dict[str, Any]:
@@ -113,6 +83,8 @@ def deepspeed_config(config: StageConfig) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32"},
+        # The loss is scaled by the engine.
+        "fp16": {"enabled": False, "loss_scale": 1.0},
         "steps_per_print": 2**31,
         "zero_optimization": _zero_config(config.parallel.deepspeed),
     }
@@ -130,7 +102,14 @@ def _zero_config(zero: DeepSpeedConfig) -> dict[str, Any]:
         "stage3_max_reuse_distance",
         "zero_hpz_partition_size",
     )
-    return {"stage": zero.zero_stage, **{name: getattr(zero, name) for name in same}}
+    host = {"device": "cpu", "pin_memory": zero.pin_memory}
+    return {
+        # Without a stage DeepSpeed keeps no float32 weights: stage 1 among groups of one rank spreads as little.
+        "stage": max(zero.zero_stage, 1),
+        **{name: getattr(zero, name) for name in same},
+        **({"offload_optimizer": host} if zero.offload_optimizer else {}),
+        **({"offload_param": host} if zero.offload_parameters else {}),
+    }
 
 
 def build_adamw(parameters: Iterable[torch.nn.Parameter], config: StageConfig) -> torch.optim.AdamW:
@@ -145,8 +124,10 @@ def build_adamw(parameters: Iterable[torch.nn.Parameter], config: StageConfig) -
         {"params": list(members), "wd_mult": 0.0 if exempt else 1.0}
         for (_, exempt), members in itertools.groupby(trained, key=kind)
     ]
+    # The fused form exists on CPUs too, and needs no room for a group's intermediate results.
     return torch.optim.AdamW(
         groups,
+        fused=True,
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,

@@ -226,7 +226,9 @@ def load_moments(pieces: Iterable[Piece], parameters: Iterable[Local], read: Rea
         if piece.main not in piece.optimizer.state:
             # A step tensor of its own for each: AdamW counts it up in place, once a tensor that it steps.
             moments = {moment: torch.zeros_like(piece.main, dtype=torch.float32) for moment in MOMENTS}
-            piece.optimizer.state[piece.main] = {"step": torch.tensor(float(steps)), **moments}
+            # Where AdamW counts: a fused one beside the moments.
+            device = piece.main.device if piece.optimizer.defaults.get("fused") else "cpu"
+            piece.optimizer.state[piece.main] = {"step": torch.tensor(float(steps), device=device), **moments}
         for moment in MOMENTS:
             values = read_range(local_of[id(piece.parameter)], piece.start, piece.end, moment, read)
             piece.values(moment).copy_(values)

@@ -64,15 +64,47 @@ def _of_stage_3(optimizer: Any) -> list[FlatGroup]:
 
 def flat_gradients(optimizer: Any, stage: int) -> list[Tensor]:
     """The reduced gradients of this rank's flat tensors, in their layout; changing one changes what is stepped with."""
-    mains = optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
+    if stage == 3:
+        return _gradients_of_stage_3(optimizer)
+    mains = optimizer.single_partition_of_fp32_groups
+    if optimizer.cpu_offload:
+        return [main.grad for main in mains]
     gradients = []
     for index, main in enumerate(mains):
-        flat = torch.cat([part.reshape(-1).float() for part in optimizer.averaged_gradients[index]])
+        parts = optimizer.averaged_gradients[index]
+        flat = getattr(parts, "flat_partition", None)
+        if flat is None:
+            flat = torch.cat([part.reshape(-1).float() for part in parts])
+            # What DeepSpeed's step lays end to end.
+            optimizer.averaged_gradients[index] = [flat]
         assert flat.shape == main.shape
-        # What DeepSpeed's step lays end to end.
-        optimizer.averaged_gradients[index] = [flat]
         gradients.append(flat)
     return gradients
+
+
+def _gradients_of_stage_3(optimizer: Any) -> list[Tensor]:
+    """Stretches of the buffer that gradients are added up in: its order is that of the flat tensors."""
+    mains = optimizer.fp32_partitioned_groups_flat
+    gradients = list(optimizer.grad_partitions_flat_buffer.split([main.numel() for main in mains]))
+    for index, (main, gradient) in enumerate(zip(mains, gradients, strict=True)):
+        if optimizer.offload_optimizer:
+            # DeepSpeed would copy them once more, by way of the GPU.
+            main.grad = gradient
+        else:
+            optimizer.averaged_gradients[index] = [gradient]
+    return gradients
+
+
+def forget_gradients(optimizer: Any, stage: int) -> None:
+    """As if no batch had passed since the last step."""
+    for index in optimizer.averaged_gradients:
+        optimizer.averaged_gradients[index] = None
+    if stage < 3 and optimizer.cpu_offload:
+        optimizer.reset_cpu_buffers()
+        optimizer._offload_accumulated_param_ids = set()
+        # The value before the first microbatch.
+        optimizer.micro_step_id = -1
+    optimizer.zero_grad()
 
 
 @torch.no_grad()
@@ -86,3 +118,4 @@ def weights_from_mains(optimizer: Any, stage: int) -> None:
     if optimizer.persistent_parameters:
         optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+    optimizer.invalidate_secondary_tensor()

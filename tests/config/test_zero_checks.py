@@ -44,10 +44,16 @@ def test_the_megatron_engine_takes_no_settings_of_deepspeed_and_no_fp16() -> Non
 def test_a_pipeline_goes_with_stages_0_and_1_only(stage: int) -> None:
     layout: dict[str, Any] = {"pp": 2, "engine": "deepspeed"}
     model = {"pattern": "M|P"}
-    for fine in (1,):
+    for fine in (0, 1):
         tiny_stage(2, model=model, parallel={**layout, "deepspeed": {"zero_stage": fine}})
     with pytest.raises(ConfigError, match=f"zero_stage={stage}: gradients that are spread while a pipeline runs"):
         tiny_stage(2, model=model, parallel={**layout, "deepspeed": {"zero_stage": stage}})
+
+
+def test_model_chunks_are_the_megatron_engines() -> None:
+    layout: dict[str, Any] = {"pp": 2, "vpp": 2, "engine": "deepspeed"}
+    with pytest.raises(ConfigError, match=r"parallel\.vpp=2 with parallel\.engine=deepspeed"):
+        tiny_stage(2, model={"pattern": "M|P|*|-"}, parallel=layout)
 
 
 def test_the_names_are_deepspeeds() -> None:

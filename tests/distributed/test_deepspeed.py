@@ -19,8 +19,7 @@ from helpers.training_runs import Resumed, Run
 from helpers.workers import Workers
 
 from megatron_palimpsa import parallel
-from megatron_palimpsa.config import StageConfig, check_stage
-from megatron_palimpsa.config.schema import DeepSpeedConfig
+from megatron_palimpsa.config import DeepSpeedConfig, StageConfig, check_stage
 
 pytest.importorskip("deepspeed")
 
@@ -42,18 +41,19 @@ LARGE_LAYOUTS = {
 }
 
 
-def cases(layouts: dict[str, Layout]) -> list[Any]:
+def cases(layouts: dict[str, Layout], stages: tuple[int, ...] = (0, 1, 2, 3)) -> list[Any]:
     return [
         pytest.param(layout, zero, id=f"{name}-zero{zero}")
         for name, layout in layouts.items()
-        for zero in ((1,) if layout.pipeline.pp > 1 else (1, 2, 3))
+        for zero in stages
+        if layout.pipeline.pp == 1 or zero < 2
     ]
 
 
-def zero_stage(layout: Layout, zero: int, overlap_comm: bool = False, **overrides: Any) -> StageConfig:
+def zero_stage(layout: Layout, zero: int, settings: dict[str, Any] | None = None, **overrides: Any) -> StageConfig:
     config = stage(layout, **overrides)
-    settings = DeepSpeedConfig(zero_stage=zero, overlap_comm=overlap_comm)  # type: ignore[arg-type]
-    config = replace(config, parallel=replace(config.parallel, engine="deepspeed", deepspeed=settings))
+    deepspeed = DeepSpeedConfig(zero_stage=zero, **(settings or {}))
+    config = replace(config, parallel=replace(config.parallel, engine="deepspeed", deepspeed=deepspeed))
     check_stage(config, layout.ranks)
     return config
 
@@ -96,8 +96,42 @@ def test_so_it_does_on_four_ranks(
 def test_overlap_changes_nothing(
     zero: int, two_ranks: Workers, one_process_run: Callable[[StageConfig, int], Run]
 ) -> None:
-    runs = two_ranks.run(training_runs.train, zero_stage(Layout(dp=2), zero, overlap_comm=True), STEPS)
+    runs = two_ranks.run(training_runs.train, zero_stage(Layout(dp=2), zero, {"overlap_comm": True}), STEPS)
     assert_same_function(runs, one_process_run(stage(Layout()), STEPS), 1, FP32)
+
+
+OFFLOAD = {"offload_optimizer": True}
+OFFLOAD_ALL = {"offload_optimizer": True, "offload_parameters": True}
+SMALL = {
+    "reduce_bucket_size": 700,
+    "stage3_prefetch_bucket_size": 600,
+    "stage3_param_persistence_threshold": 40,
+    "stage3_max_live_parameters": 2000,
+    "stage3_max_reuse_distance": 500,
+    "sub_group_size": 3000,
+}
+WITH_SETTINGS = {
+    "dp2-zero1-offload": (Layout(dp=2), 1, OFFLOAD),
+    "dp2-zero2-offload": (Layout(dp=2), 2, OFFLOAD),
+    "pp2-zero1-offload": (Layout(pipeline=Pipeline(2, 1)), 1, OFFLOAD),
+    "tp2-sp-zero3-offload-all": (Layout(tp=2, sequence_parallel=True), 3, OFFLOAD_ALL),
+    "dp2-zero3-offload-all-small": (Layout(dp=2), 3, {**OFFLOAD_ALL, **SMALL}),
+    "dp2-zero3-small": (Layout(dp=2), 3, SMALL),
+    "dp2-zero2-small": (Layout(dp=2), 2, {"reduce_bucket_size": 700, "allgather_bucket_size": 600}),
+    "dp2-zero3-hpz": (Layout(dp=2), 3, {"zero_hpz_partition_size": 2}),
+}
+
+
+@pytest.mark.parametrize(("layout", "zero", "settings"), WITH_SETTINGS.values(), ids=WITH_SETTINGS.keys())
+def test_where_things_lie_and_in_which_portions_they_move_changes_nothing(
+    layout: Layout,
+    zero: int,
+    settings: dict[str, Any],
+    two_ranks: Workers,
+    one_process_run: Callable[[StageConfig, int], Run],
+) -> None:
+    runs = two_ranks.run(training_runs.train, zero_stage(layout, zero, settings), STEPS)
+    assert_same_function(runs, one_process_run(stage(layout.one_process), STEPS), layout.tp, FP32)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])

@@ -125,7 +125,8 @@ def zero_values(engine: DeepSpeedEngine, gradients: bool) -> dict[int, Tensor]:
         if id(parameter) in parts:
             piece, value = parts[id(parameter)]
             whole[piece.start : piece.end] = value
-        dist.all_reduce(whole, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        if engine.config.parallel.deepspeed.zero_stage:
+            dist.all_reduce(whole, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         values[id(parameter)] = whole.view(shape)
     return values
 
