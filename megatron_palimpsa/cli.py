@@ -1,4 +1,4 @@
-"""The command line: `megatron-palimpsa {demo,prep,train,submit,bench,generate,report}`.
+"""The command line: `megatron-palimpsa {demo,prep,train,submit,status,logs,cancel,resume,save-now,bench,...}`.
 
 Every command imports what it needs when it runs, so that `--help` and wrong input answer at once.
 """
@@ -102,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_prep(commands)
     _add_train(commands)
     _add_submit(commands)
+    _add_runs(commands)
     _add_bench(commands)
     _add_generate(commands)
     _add_report(commands)
@@ -164,6 +165,12 @@ def _add_submit(commands: argparse._SubParsersAction) -> None:
     from megatron_palimpsa.commands import submit
 
     submit.add(commands)
+
+
+def _add_runs(commands: argparse._SubParsersAction) -> None:
+    from megatron_palimpsa.commands import runs
+
+    runs.add(commands)
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:

@@ -100,14 +100,17 @@ def queue(jobs: Sequence[str]) -> dict[str, QueuedJob]:
     return found
 
 
-def state(job: str) -> str | None:
-    """What squeue says of a job, such as RUNNING; None where it is no longer in the queue.
-
-    Raises:
-        ConfigError: the queue cannot be read.
-    """
-    found = queue([job]).get(job)
-    return found.state if found is not None and found.is_alive else None
+def ended_states(jobs: Sequence[str]) -> dict[str, str]:
+    """How jobs ended that squeue has forgotten, by id, where the cluster keeps accounts; else nothing."""
+    if not jobs:
+        return {}
+    answer = _call(
+        ["sacct", "--noheader", "--allocations", "--parsable2", f"--jobs={','.join(jobs)}", "--format=JobIDRaw,State"]
+    )
+    if answer.returncode:
+        return {}
+    lines = (line.split("|", 1) for line in answer.stdout.splitlines() if "|" in line)
+    return {job: state.split()[0] for job, state in lines if state}
 
 
 def _rank(job: QueuedJob) -> int:

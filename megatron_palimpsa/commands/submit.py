@@ -76,34 +76,30 @@ def split_recipes(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     return [item for item in given if "=" not in item], [item for item in given if "=" in item]
 
 
-def report(steps: Sequence[PlannedStep], submitted: dict[str, str]) -> None:
-    """One line a job, and what is complete already."""
+def submit_or_print(steps: Sequence[PlannedStep], *, dry_run: bool) -> int:
+    """Submit what is left and say so in a line a job, or print plans and scripts; -> exit code."""
+    from palimpsa_launch.submit import submit_chain
+
+    submitted = {} if dry_run else submit_chain(steps)
     for step in steps:
         if step.is_complete:
             print(f"stage          {step.name}: complete already, nothing to submit\n")
-        for job in step.jobs:
-            name = step.name if job.name == step.main else f"{step.name}.{job.name}"
-            print(f"{name}: job {submitted[name]}, logs in {step.folder / 'logs'}")
+        elif dry_run:
+            print("\n\n".join([step.plan, *(job.script for job in step.jobs)]))
+        else:
+            for job in step.jobs:
+                name = step.name if job.name == step.main else f"{step.name}.{job.name}"
+                print(f"{name}: job {submitted[name]}, logs in {step.folder / 'logs'}")
+    return 0
 
 
 def _submit(options: argparse.Namespace) -> int:
     from palimpsa_launch.chain import plan_chain
     from palimpsa_launch.job import load_job
     from palimpsa_launch.recipes import find_recipes
-    from palimpsa_launch.submit import submit_chain
 
     names, overrides = split_recipes(options)
     job = load_job(options.job, job_changes(options))
     recipes = find_recipes(names)
     steps = plan_chain(recipes, overrides, [job] * len(recipes))
-    if not options.dry_run:
-        report(steps, submit_chain(steps))
-        return 0
-    for step in steps:
-        if step.is_complete:
-            print(f"stage          {step.name}: complete already, nothing to submit\n")
-        if step.plan:
-            print(f"{step.plan}\n")
-        for planned in step.jobs:
-            print(planned.script)
-    return 0
+    return submit_or_print(steps, dry_run=options.dry_run)

@@ -133,6 +133,17 @@ class RunFolder:
                 f"{_gigabytes(needed)} needed (checkpoint.keep={keep}, {_gigabytes(checkpoint_bytes)} each)"
             )
 
+    def is_locked(self) -> bool:
+        """Whether a process of this machine, or of one that shares its locks, trains into this folder now."""
+        try:
+            with (self.path / ".lock").open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the folder for this process; the kernel lets go of the lock however the process ends.

@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 import yaml
+from helpers.fake_slurm import FakeSlurm
 from helpers.runs import write_stage
 from helpers.slurm_script import write_program
 
@@ -15,39 +16,12 @@ from megatron_palimpsa.training.run_folder import RunFolder
 
 JOB = ("--time", "60", "--nodes", "2", "--gpus-per-node", "0", "--processes-per-node", "1")
 
-# Job ids count up; `refused` holds a pattern of scripts that are refused, `queue` the jobs that squeue knows.
-_SBATCH = """#!/usr/bin/env bash
-here=$(dirname "$0")
-script=$(cat)
-if [[ -e $here/refused ]] && grep -qf "$here/refused" <<<"$script $*"; then
-    echo "sbatch: error: invalid partition specified: gone" >&2
-    exit 1
-fi
-[[ $1 == --test-only ]] && exit 0
-id=$(($(cat "$here/last" 2>/dev/null || echo 100) + 1))
-echo "$id" >"$here/last"
-echo "$*" >>"$here/calls"
-env | grep -E '^(SBATCH|SLURM)_' >>"$here/environment"
-echo "$id"
-"""
-_SQUEUE = """#!/usr/bin/env bash
-for argument; do case $argument in --jobs=*) jobs=${argument#--jobs=} ;; esac; done
-known=$(tr , '\n' <<<"$jobs" | grep -xf - "$(dirname "$0")/queue" 2>/dev/null)
-[[ -n $known ]] && sed 's/$/|RUNNING|None|node1/' <<<"$known" && exit 0
-echo "slurm_load_jobs error: Invalid job id specified" >&2
-exit 1
-"""
-
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """Folder of the stand-ins and of what they note."""
-    folder = tmp_path / "bin"
-    write_program(folder / "sbatch", _SBATCH)
-    write_program(folder / "squeue", _SQUEUE)
-    write_program(folder / "scancel", '#!/usr/bin/env bash\necho "scancel $*" >>"$(dirname "$0")/calls"\n')
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return folder
+    fake = FakeSlurm(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{fake.folder}:{os.environ['PATH']}")
+    return fake
 
 
 @pytest.fixture
@@ -68,11 +42,6 @@ def refusal(capsys, *arguments) -> str:
     return message
 
 
-def calls(slurm) -> list[str]:
-    path = slurm / "calls"
-    return path.read_text().splitlines() if path.exists() else []
-
-
 def mark_complete(tmp_path, stage) -> RunFolder:
     folder = RunFolder(load_stage(stage).folder)
     (folder.checkpoints / "step-8").mkdir(parents=True)
@@ -90,18 +59,18 @@ def test_dry_run_prints_plans_and_scripts_and_writes_nothing(capsys, tmp_path, s
     assert out.count("#!/usr/bin/env bash") == 2
     assert f"command=(train {tmp_path / 'runs' / 'second' / 'job' / 'stage.yaml'})" in out
     assert not (tmp_path / "runs").exists()
-    assert calls(slurm) == []
+    assert slurm.calls() == []
 
 
 def test_chain_is_submitted_with_dependencies_and_recorded(capsys, tmp_path, stages, slurm, monkeypatch):
     monkeypatch.setenv("SBATCH_PARTITION", "elsewhere")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert submit(*stages, *JOB, "optimizer.lr=0.02") == 0
-    assert calls(slurm) == [
+    assert slurm.calls() == [
         "--parsable --dependency=singleton",
         "--parsable --dependency=afterok:101,singleton --kill-on-invalid-dep=yes",
     ]
-    assert (slurm / "environment").read_text() == ""
+    assert (slurm.folder / "environment").read_text() == ""
     assert "first: job 101" in capsys.readouterr().out
     for name, job in (("first", "101"), ("second", "102")):
         folder = tmp_path / "runs" / name
@@ -120,30 +89,30 @@ def test_complete_stages_are_left_out(capsys, tmp_path, stages, slurm):
     mark_complete(tmp_path, stages[0])
     assert submit(stages[0], *JOB) == 0
     assert "first: complete already" in capsys.readouterr().out
-    assert calls(slurm) == []
+    assert slurm.calls() == []
 
 
 def test_stage_with_a_job_in_the_queue_is_refused(capsys, tmp_path, stages, slurm):
     assert submit(*stages, *JOB) == 0
     capsys.readouterr()
-    (slurm / "queue").write_text("102\n")
+    slurm.queue("102|RUNNING|None|node1")
     assert "runs/second has job 102 (RUNNING) already" in refusal(capsys, *stages, *JOB)
-    assert len(calls(slurm)) == 2
-    (slurm / "queue").unlink()
+    assert len(slurm.calls()) == 2
+    slurm.queue("102|FAILED|None|node1")
     assert submit(*stages, *JOB) == 0
 
 
 def test_sbatch_refusal_is_one_message_and_nothing_is_written(capsys, tmp_path, stages, slurm):
-    (slurm / "refused").write_text("partition=gone")
+    slurm.refuse("partition=gone")
     message = refusal(capsys, *stages, *JOB, "--partition", "gone")
     assert message.endswith("sbatch refuses the job: invalid partition specified: gone")
     assert not (tmp_path / "runs").exists()
 
 
 def test_chain_that_is_refused_half_way_is_taken_back(capsys, stages, slurm):
-    (slurm / "refused").write_text("kill-on-invalid")
+    slurm.refuse("kill-on-invalid")
     assert "sbatch refuses the job" in refusal(capsys, *stages, *JOB)
-    assert calls(slurm) == ["--parsable --dependency=singleton", "scancel 101"]
+    assert slurm.calls() == ["--parsable --dependency=singleton", "scancel 101"]
 
 
 def test_without_slurm(capsys, stages, monkeypatch, tmp_path):
@@ -172,7 +141,7 @@ def test_without_slurm(capsys, stages, monkeypatch, tmp_path):
 )
 def test_mistakes_are_one_message_and_nothing_is_submitted(capsys, stages, slurm, tmp_path, arguments, expected):
     assert expected in refusal(capsys, *stages, *JOB, *arguments)
-    assert calls(slurm) == []
+    assert slurm.calls() == []
     assert not (tmp_path / "runs").exists()
 
 
