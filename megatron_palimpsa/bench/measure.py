@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import statistics
@@ -15,6 +16,7 @@ from megatron.core import parallel_state
 from megatron_palimpsa import parallel
 from megatron_palimpsa.bench.batches import random_batch
 from megatron_palimpsa.config import StageConfig
+from megatron_palimpsa.engine.base import Engine
 from megatron_palimpsa.engine.select import build_engine
 from megatron_palimpsa.training import ranks
 
@@ -77,9 +79,13 @@ def _measure(config: StageConfig, warmup: int, steps: int) -> Measurement:
         torch.cuda.reset_peak_memory_stats()
     start = _now()
     parallel.initialize(config.parallel, config.seed)
-    engine = build_engine(config)
-    build_seconds = _now() - start
-    batches = itertools.cycle(_batches(config))
+    with contextlib.closing(build_engine(config)) as engine:
+        build_seconds = _now() - start
+        return _steps(engine, build_seconds, warmup, steps)
+
+
+def _steps(engine: Engine, build_seconds: float, warmup: int, steps: int) -> Measurement:
+    batches = itertools.cycle(_batches(engine.config))
     seconds = []
     for _ in range(warmup + steps):
         start = _now()

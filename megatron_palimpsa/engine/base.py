@@ -88,6 +88,9 @@ class Engine(Protocol):
     def load_moments(self, read: ReadBox, optimizer_steps: int) -> None:
         """Take over the moments that `read` gives, which have seen so many updates."""
 
+    def close(self) -> None:
+        """Give up memory that would outlive the engine, which is of no use afterwards; local."""
+
     def scheduler_state(self) -> dict[str, Any]:
         """Plain numbers from which `load_scheduler_state` restores the schedule's position."""
 

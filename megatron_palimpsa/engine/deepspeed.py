@@ -86,13 +86,14 @@ class DeepSpeedEngine(ScheduledEngine):
         # DeepSpeed keeps groups for the life of a process; those of a process group that was left are of no use.
         deepspeed.comm.comm.cdb = None
         deepspeed.utils.groups._WORLD_GROUP = None
-        set_secondary_groups(deepspeed, zero.zero_hpz_partition_size)
+        self._groups = SingleGroups() if zero.zero_stage == 0 else Groups()
+        self._secondary = set_secondary_groups(deepspeed, zero.zero_hpz_partition_size)
         with mixed_dtypes(deepspeed):
             self._engine, optimizer, _, _ = deepspeed.initialize(
                 model=model,
                 optimizer=adamw,
                 config=deepspeed_config(self.config),
-                mpu=SingleGroups() if zero.zero_stage == 0 else Groups(),
+                mpu=self._groups,
                 dist_init_required=False,
             )
         self._driven = [_Driven(model, self._engine)]
@@ -245,3 +246,17 @@ class DeepSpeedEngine(ScheduledEngine):
         super().load_scheduler_state(state)
         if self._loss_scale is not None and "loss_scale" in state:
             self._loss_scale.load_state_dict(state["loss_scale"])
+
+    def close(self) -> None:
+        self._engine.destroy()
+        # The hooks of stage 3 are in lists and caches that DeepSpeed keeps for the life of the process, and hold all.
+        for parameter in self.chunks[0].parameters():
+            parameter.data = parameter.new_empty(0)
+            vars(parameter).clear()
+        self._adamw.state.clear()
+        self._adamw.param_groups.clear()
+        vars(self._zero).clear()
+        for group in (self._secondary, getattr(self._groups, "alone", None)):
+            if group is not None:
+                dist.destroy_process_group(group)
+        vars(self).clear()

@@ -48,10 +48,10 @@ class SingleGroups(Groups):
     """As if there were no data parallelism: nothing is spread or summed by DeepSpeed (stage 0)."""
 
     def __init__(self) -> None:
-        self._alone = _group_of([dist.get_rank()])
+        self.alone = _group_of([dist.get_rank()])
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self._alone
+        return self.alone
 
 
 def replicas() -> dist.ProcessGroup:
@@ -59,15 +59,16 @@ def replicas() -> dist.ProcessGroup:
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
-def set_secondary_groups(deepspeed: Any, size: int) -> None:
+def set_secondary_groups(deepspeed: Any, size: int) -> dist.ProcessGroup | None:
     """Tell DeepSpeed which ranks share a second copy of the weights; its own choice mixes tensor-parallel ranks.
 
-    They are `size` successive ranks of `replicas`, which follow each other on a node.
+    They are `size` successive ranks of `replicas`, which follow each other on a node; -> this rank's group, None for 1.
     """
     ranks = dist.get_process_group_ranks(replicas())
     start = replicas().rank() // size * size
     group = _group_of(ranks[start : start + size]) if size > 1 else None
     deepspeed.utils.groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = group
+    return group
 
 
 def _group_of(ranks: list[int]) -> dist.ProcessGroup:

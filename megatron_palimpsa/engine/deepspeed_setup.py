@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from megatron_palimpsa import launcher
 from megatron_palimpsa.config import DeepSpeedConfig, StageConfig
 
 
@@ -17,6 +19,8 @@ def import_deepspeed() -> Any:
     """The package, kept from compiling its shared-memory collectives at the first use."""
     import deepspeed
 
+    # Which it wants to read there even of a process that no launcher started.
+    os.environ.setdefault("LOCAL_RANK", str(launcher.local_rank()))
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     return deepspeed

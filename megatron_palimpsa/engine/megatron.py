@@ -66,6 +66,9 @@ class MegatronEngine(ScheduledEngine):
         optimizer_state.load_moments(self._pieces(), self._locals(), read, optimizer_steps)
         self.optimizer_steps = optimizer_steps
 
+    def close(self) -> None:
+        pass  # nothing outlives it
+
     def _pieces(self) -> Iterator[optimizer_state.Piece]:
         return optimizer_state.megatron_pieces(self._optimizer)
 

@@ -1,6 +1,10 @@
 """`bench` on two ranks: one process group, split anew for each case."""
 
+import gc
+from typing import Any
+
 import pytest
+import torch
 import torch.distributed as dist
 from helpers.runs import run, write_stage
 from helpers.stages import tiny_stage
@@ -11,14 +15,30 @@ from megatron_palimpsa.bench.measure import Measurement, measure
 from megatron_palimpsa.config import StageConfig
 
 TRAIN = {"global_batch_tokens": 128, "tokens": 12800}
-LAYOUTS = [{}, {"tp": 2, "sequence_parallel": True}, {"pp": 2, "distributed_optimizer": False}]
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"tp": 2, "sequence_parallel": True},
+    {"pp": 2, "distributed_optimizer": False},
+    *({"engine": "deepspeed", "deepspeed": {"zero_stage": stage}} for stage in (0, 1, 2, 3)),
+]
 
 
 def measure_all(configs: list[StageConfig]) -> list[Measurement]:
-    measured = [measure(config, warmup=1, steps=1) for config in configs]
-    # Over NCCL every group holds memory: none may be left for the next case.
-    assert set(distributed_c10d._world.pg_map) == {dist.group.WORLD}
+    measured = []
+    for config in configs:
+        before = bytes_of_tensors()
+        measured.append(measure(config, warmup=1, steps=1))
+        # Over NCCL every group holds memory: none may be left for the next case, and nothing of the model.
+        assert set(distributed_c10d._world.pg_map) == {dist.group.WORLD}
+        assert bytes_of_tensors() - before < 4 * measured[-1].parameters
     return measured
+
+
+def bytes_of_tensors() -> int:
+    """Of all storages that Python still knows a tensor of."""
+    gc.collect()
+    storages = [thing.untyped_storage() for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def test_every_layout_trains_on_the_same_tokens(two_processes):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,10 @@ from helpers.runs import make_data, run, write_stage
 from helpers.same_function import FP32, assert_same_function
 from helpers.training_runs import Resumed, Run
 from helpers.workers import Workers
+from helpers.zero_stages import zero_stage
 
 from megatron_palimpsa import parallel
-from megatron_palimpsa.config import DeepSpeedConfig, StageConfig, check_stage
+from megatron_palimpsa.config import StageConfig
 
 pytest.importorskip("deepspeed")
 
@@ -48,14 +48,6 @@ def cases(layouts: dict[str, Layout], stages: tuple[int, ...] = (0, 1, 2, 3)) ->
         for zero in stages
         if layout.pipeline.pp == 1 or zero < 2
     ]
-
-
-def zero_stage(layout: Layout, zero: int, settings: dict[str, Any] | None = None, **overrides: Any) -> StageConfig:
-    config = stage(layout, **overrides)
-    deepspeed = DeepSpeedConfig(zero_stage=zero, **(settings or {}))
-    config = replace(config, parallel=replace(config.parallel, engine="deepspeed", deepspeed=deepspeed))
-    check_stage(config, layout.ranks)
-    return config
 
 
 @pytest.fixture(scope="module")
