@@ -24,6 +24,7 @@ def check_engine(config: StageConfig, data_parallel_size: int) -> None:
         return
     _check_layout(parallel)
     _check_stage(zero)
+    _check_norms(config)
     _check_sizes(zero, data_parallel_size * parallel.cp)
     if precision != "fp16" and zero.fp16 != LossScaleConfig():
         raise ConfigError(f"{_SECTION}.fp16 holds settings, but train.precision is {precision}; set it to fp16")
@@ -75,6 +76,19 @@ def _check_stage(zero: DeepSpeedConfig) -> None:
                     f"{_SECTION}.{key}={getattr(zero, key)} with {_SECTION}.zero_stage={stage}: it is a setting of "
                     f"stage 3; set zero_stage=3, or leave it out"
                 )
+
+
+def _check_norms(config: StageConfig) -> None:
+    """Norms that run again do so inside the layer behind them, where stage 3 has not gathered their weights."""
+    zero, model = config.parallel.deepspeed, config.model
+    largest = max(model.hidden_size, model.d_inner // config.parallel.tp)
+    threshold = zero.stage3_param_persistence_threshold
+    if zero.zero_stage == 3 and config.train.recompute == "selective" and threshold < largest:
+        raise ConfigError(
+            f"{_SECTION}.stage3_param_persistence_threshold={threshold} with train.recompute=selective: norms run "
+            f"again and their weights of up to {largest} elements must be whole for it; set it to {largest} or more, "
+            f"or train.recompute=full"
+        )
 
 
 def _names(prefix: str) -> list[str]:

@@ -40,6 +40,16 @@ def test_the_megatron_engine_takes_no_settings_of_deepspeed_and_no_fp16() -> Non
     assert "scales no loss" in refusal(1, {"precision": "fp16"})
 
 
+def test_norms_that_run_again_need_their_weights_whole() -> None:
+    layout: dict[str, Any] = {"engine": "deepspeed"}
+    zero = {"zero_stage": 3, "stage3_param_persistence_threshold": 63}
+    # Of 64 channels behind the scan.
+    assert "set it to 64 or more" in refusal(1, {"recompute": "selective"}, **layout, deepspeed=zero)
+    for recompute, threshold in (("selective", 64), ("full", 63)):
+        zero["stage3_param_persistence_threshold"] = threshold
+        tiny_stage(1, train={"recompute": recompute}, parallel={**layout, "deepspeed": zero})
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_pipeline_goes_with_stages_0_and_1_only(stage: int) -> None:
     layout: dict[str, Any] = {"pp": 2, "engine": "deepspeed"}

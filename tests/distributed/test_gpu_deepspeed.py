@@ -58,7 +58,8 @@ NO_ATTENTION = {"pattern": "PM-P"}
 def sections(precision: str, model: dict[str, Any] | None = None, **train: Any) -> dict[str, Any]:
     """Overrides of a stage."""
     sizes = {"precision": precision, "global_batch_tokens": 1024, "tokens": 102400}
-    return {"model": {**MODEL, **(model or {})}, "train": {**sizes, **train}}
+    # A gradient near 0 that rounding alone decides should not move a weight by the full rate.
+    return {"model": {**MODEL, **(model or {})}, "train": {**sizes, **train}, "optimizer": {"eps": 1e-6}}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def on_one(gpus: Workers) -> Callable[[StageConfig], Run]:
 
 
 def table() -> Iterator[Any]:
-    for layouts, zeros in ((SPREAD, (1, 2, 3)), (PIPELINE, (1,))):
+    for layouts, zeros in ((SPREAD, (0, 1, 2, 3)), (PIPELINE, (0, 1))):
         for name, sizes in layouts.items():
             for tied in (True, False):
                 for zero in zeros:
@@ -102,7 +103,7 @@ def test_two_gpus_compute_what_one_does(
 
 
 @pytest.mark.parametrize("precision", BOUNDS)
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_alone_zero_computes_what_megatron_does(
     zero: int, precision: str, gpus: Workers, on_one: Callable[[StageConfig], Run]
 ) -> None:
@@ -118,6 +119,34 @@ def test_overlap_on_dp2_changes_nothing(
     config = zero_stage(Layout(dp=2), zero, {"overlap_comm": True}, **sections(precision))
     runs = gpus.run(training_runs.train, config, STEPS)
     assert_same_function(runs, on_one(stage(Layout(), **sections(precision))), 1, BOUNDS[precision])
+
+
+OFFLOAD = {"offload_optimizer": True}
+OFFLOAD_ALL = {"offload_optimizer": True, "offload_parameters": True}
+
+
+@pytest.mark.parametrize("precision", BOUNDS)
+@pytest.mark.parametrize(
+    ("layout", "zero", "settings"),
+    [
+        (Layout(dp=2), 1, OFFLOAD),
+        (Layout(dp=2), 2, OFFLOAD),
+        (Layout(dp=2), 3, OFFLOAD),
+        (Layout(dp=2), 3, OFFLOAD_ALL),
+        (Layout(tp=2, sequence_parallel=True), 3, OFFLOAD_ALL),
+    ],
+    ids=["dp2-zero1", "dp2-zero2", "dp2-zero3", "dp2-zero3-all", "tp2-sp-zero3-all"],
+)
+def test_offload_changes_nothing(
+    layout: Layout,
+    zero: int,
+    settings: dict[str, Any],
+    precision: str,
+    gpus: Workers,
+    on_one: Callable[[StageConfig], Run],
+) -> None:
+    runs = gpus.run(training_runs.train, zero_stage(layout, zero, settings, **sections(precision)), STEPS)
+    assert_same_function(runs, on_one(stage(Layout(), **sections(precision))), layout.tp, BOUNDS[precision])
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
