@@ -15,7 +15,7 @@ from palimpsa_kernels.dispatch import VARIABLE as KERNELS
 
 from megatron_palimpsa.bench.cases import Case
 from megatron_palimpsa.bench.measure import Measurement
-from megatron_palimpsa.config import ConfigError
+from megatron_palimpsa.config import ConfigError, ParallelConfig
 from megatron_palimpsa.training.console import peak_flops, short_count
 from megatron_palimpsa.training.memory import MemoryEstimate
 from megatron_palimpsa.training.parameters import count_parameters
@@ -56,7 +56,8 @@ def describe(case: Case, world_size: int, estimate: MemoryEstimate) -> Record:
         "vpp": parallel.vpp,
         "cp": parallel.cp,
         "dp": world_size // parallel.replica_size,
-        "distributed_optimizer": parallel.distributed_optimizer,
+        "engine": parallel.engine,
+        **_optimizer(parallel),
         "recompute": train.recompute,
         "precision": train.precision,
         "seq_length": model.seq_length,
@@ -71,6 +72,18 @@ def describe(case: Case, world_size: int, estimate: MemoryEstimate) -> Record:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "megatron_core": _version("megatron-core"),
+        "deepspeed": _version("deepspeed"),
+    }
+
+
+def _optimizer(parallel: ParallelConfig) -> Record:
+    """How the optimizer is spread: the settings of the engine that runs, None for those of the other."""
+    zero = parallel.deepspeed if parallel.engine == "deepspeed" else None
+    return {
+        "distributed_optimizer": parallel.distributed_optimizer if zero is None else None,
+        "zero_stage": None if zero is None else zero.zero_stage,
+        "offload_optimizer": None if zero is None else zero.offload_optimizer,
+        "offload_parameters": None if zero is None else zero.offload_parameters,
     }
 
 
@@ -174,6 +187,8 @@ def _row(record: Record) -> tuple[str, ...]:
     layout = [f"{name} {record[name]}" for name in ("tp", "pp", "vpp", "cp", "dp") if record[name] > 1]
     if record["sequence_parallel"]:
         layout.append("sp")
+    if record["engine"] == "deepspeed":
+        layout.append(f"ZeRO {record['zero_stage']}" + _offload(record))
     known = (
         record["case"],
         _layers(record),
@@ -191,6 +206,12 @@ def _row(record: Record) -> tuple[str, ...]:
     spread = f"{short_count(record['tokens_per_second_lowest'])}-{short_count(record['tokens_per_second_highest'])}"
     mfu = "-" if record["mfu"] is None else f"{100 * record['mfu']:.1f} %"
     return (*known, f"{rate:,.0f}", spread, mfu, _gib(record["peak_bytes"]), estimate, f"{record['loss']:.4f}")
+
+
+def _offload(record: Record) -> str:
+    if record["offload_parameters"]:
+        return ", all offloaded"
+    return ", optimizer offloaded" if record["offload_optimizer"] else ""
 
 
 def _gib(count: int | None) -> str:

@@ -70,6 +70,33 @@ def test_the_table_has_a_line_a_case(known):
     assert f"{known['estimate_bytes'] / 2**30:.2f} GiB" in done
 
 
+@pytest.mark.parametrize(
+    ("overrides", "fields", "shown"),
+    [
+        ([], ("megatron", True, None, None, None), "dp 2"),
+        (["zero_stage=0"], ("deepspeed", None, 0, False, False), "dp 2, ZeRO 0"),
+        (
+            ["zero_stage=1", "offload_optimizer=true"],
+            ("deepspeed", None, 1, True, False),
+            "ZeRO 1, optimizer offloaded",
+        ),
+        (
+            ["zero_stage=3", "offload_optimizer=true", "offload_parameters=true"],
+            ("deepspeed", None, 3, True, True),
+            "ZeRO 3, all offloaded",
+        ),
+    ],
+)
+def test_engine_and_stage_are_told_apart(overrides, fields, shown):
+    keys = [f"parallel.deepspeed.{override}" for override in overrides]
+    keys += ["parallel.engine=deepspeed"] if overrides else []
+    (case,) = read_cases(stages.path("bench/2.7b"), ["train.global_batch_tokens=8192", *keys], [], 2)
+    record = complete(describe(case, 2, estimate_memory(case.config, 2)), MEASURED)
+    names = ("engine", "distributed_optimizer", "zero_stage", "offload_optimizer", "offload_parameters")
+    assert tuple(record[name] for name in names) == fields
+    assert shown in table([record])
+
+
 def test_a_csv_with_other_columns_is_left_alone(tmp_path, known):
     path = tmp_path / "table.csv"
     path.write_text("case,tokens\na,1\n")
