@@ -22,12 +22,13 @@ _MOST_NEW_TOKENS = 2**20
 def main(arguments: list[str] | None = None, at_end: Callable[[int], None] | None = None) -> int:
     """Run one command; the exit code is that of `training.exit_codes.ExitCode`.
 
-    `at_end` is given the code before the process may end at once, which it does without returning from here.
+    `at_end` is given the code before the process may end at once, which it does without returning from here. Without it
+    the output is also that of the machine's other ranks, which find the same wrong input: one of them says so.
     """
     from megatron_palimpsa.training.exit_codes import ExitCode
 
     try:
-        code = _run(arguments)
+        code = _run(arguments, own_output=at_end is not None)
     except KeyboardInterrupt:
         print(
             "megatron-palimpsa: interrupted; what was saved stays, the same command goes on from there", file=sys.stderr
@@ -53,10 +54,11 @@ def _others_may_wait() -> bool:
     return distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def _run(arguments: list[str] | None) -> int:
+def _run(arguments: list[str] | None, own_output: bool) -> int:
     options = parse(arguments)
     from palimpsa_data import DataError
 
+    from megatron_palimpsa import launcher
     from megatron_palimpsa.config import ConfigError
     from megatron_palimpsa.training.exit_codes import ExitCode
 
@@ -65,7 +67,8 @@ def _run(arguments: list[str] | None) -> int:
         _start_logging(sys.stderr if options.command is _generate else sys.stdout)
         return int(options.command(options))
     except (ConfigError, DataError) as error:
-        print(f"megatron-palimpsa: error: {error}", file=sys.stderr)
+        if own_output or launcher.local_rank() == 0 or _others_may_wait():
+            print(f"megatron-palimpsa: error: {error}", file=sys.stderr)
         return ExitCode.WRONG_INPUT
     except BrokenPipeError:
         # Whoever read the output has gone; nothing is left to say, at exit neither.
@@ -158,6 +161,12 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         metavar="GB",
         help="with --dry-run: what one GPU has, for advice where the stage does not fit (this machine's)",
     )
+    train.add_argument(
+        "--ranks",
+        type=_rank_count,
+        metavar="N",
+        help="with --dry-run: the plan for so many ranks (those started, or as few as the layout takes)",
+    )
     train.set_defaults(command=_train)
 
 
@@ -228,6 +237,12 @@ def _gigabytes(text: str) -> int:
     return round(size * 1e9)
 
 
+def _rank_count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 10**6:
+        raise argparse.ArgumentTypeError(f"must be a number of ranks such as 64, not {text}")
+    return int(text)
+
+
 def _token_count(text: str) -> int:
     # Attention layers reserve their cache for as many at once.
     if not text.isdecimal() or not 1 <= int(text) <= _MOST_NEW_TOKENS:
@@ -249,12 +264,17 @@ def _prep_demo(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from megatron_palimpsa.config import load_stage
+    from megatron_palimpsa import launcher
+    from megatron_palimpsa.config import ConfigError, load_stage
     from megatron_palimpsa.training import run
 
+    if not options.dry_run and (options.ranks or options.gpu_memory):
+        raise ConfigError("--ranks and --gpu-memory go with --dry-run alone: they are about the plan")
     config = load_stage(options.config, options.overrides)
     if options.dry_run:
-        print(run.dry_run(config, options.gpu_memory))
+        plan = run.dry_run(config, options.gpu_memory, options.ranks)
+        if launcher.rank() == 0:
+            print(plan)
         return 0
     return run.train(config)
 

@@ -259,3 +259,32 @@ def test_progress_that_nobody_reads_fills_no_standard_error(capsys):
     cli._start_logging(Gone())
     logging.getLogger("megatron_palimpsa").info("step 1")
     assert capsys.readouterr().err == ""
+
+
+def test_what_is_about_the_plan_is_refused_without_it(capsys, stage, tmp_path):
+    for option in ("--ranks", "--gpu-memory"):
+        assert "go with --dry-run" in refusal(capsys, "train", stage, option, "8")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
+def test_of_several_ranks_one_prints_the_plan(capsys, monkeypatch, stage, rank, lines):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.main(["train", str(stage), "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("2 ranks: tp 1, pp 1, cp 1, dp 2") == lines
+
+
+def test_of_the_ranks_of_a_machine_one_says_what_is_wrong(capsys, monkeypatch, stage):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    arguments = ["train", str(stage), "parallel.tp=3"]
+    assert cli.main(arguments) == 2
+    assert capsys.readouterr().err == ""
+    assert cli.main(arguments, at_end=lambda code: None) == 2
+    assert "parallel.tp=3" in capsys.readouterr().err
+    # The first rank of another machine.
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert cli.main(arguments) == 2
+    assert "parallel.tp=3" in capsys.readouterr().err

@@ -122,9 +122,17 @@ def test_wrong_values_are_refused_by_name(stage_file, override, expected):
     ("overrides", "world_size", "expected"),
     [
         (["parallel.tp=3"], 3, "parallel.tp=3 does not divide the number of heads"),
-        (["parallel.tp=2", "parallel.pp=2"], 2, "parallel.tp=2 * parallel.pp=2 * parallel.cp=1 does not divide the 2"),
+        (
+            ["parallel.tp=2", "parallel.pp=2"],
+            2,
+            "parallel.tp=2 * parallel.pp=2 * parallel.cp=1 does not divide the number of ranks",
+        ),
         (["parallel.cp=3"], 3, "parallel.cp=3 does not divide model.seq_length, which is 64"),
-        (["parallel.cp=2"], 3, "parallel.tp=1 * parallel.pp=1 * parallel.cp=2 does not divide the 3 ranks started"),
+        (
+            ["parallel.cp=2"],
+            3,
+            "parallel.tp=1 * parallel.pp=1 * parallel.cp=2 does not divide the number of ranks",
+        ),
         (["parallel.cp=32"], 32, "parallel.cp=32 leaves a rank 2 tokens of a microbatch, fewer than the 3"),
         (["parallel.pp=3"], 3, "parallel.pp=3 does not divide the 2 layers"),
         (["parallel.pp=2", "model.pattern='M|P|M'"], 2, "marks 3 pipeline stages (none may be empty), parallel.pp=2"),

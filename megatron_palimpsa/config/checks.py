@@ -61,7 +61,7 @@ def check_ranks(parallel: ParallelConfig, world_size: int) -> None:
     if world_size % parallel.replica_size:
         raise ConfigError(
             f"parallel.tp={parallel.tp} * parallel.pp={parallel.pp} * parallel.cp={parallel.cp} does not divide "
-            f"the {world_size} ranks started"
+            f"the number of ranks, which is {world_size}; torchrun --nproc-per-node N starts N of them"
         )
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron_palimpsa import launcher
-from megatron_palimpsa.config import ParallelConfig, check_ranks
+from megatron_palimpsa.config import ConfigError, ParallelConfig, check_ranks
 from megatron_palimpsa.parallel import cpu
 
 TIMEOUT = timedelta(minutes=20)
@@ -27,12 +27,12 @@ def initialize(parallel: ParallelConfig, seed: int) -> None:
     process group that exists already is used as it is.
 
     Raises:
-        ConfigError: the layout does not divide the number of ranks.
+        ConfigError: the layout does not divide the number of ranks, or there are more of them here than GPUs.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else launcher.world_size()
     check_ranks(parallel, world_size)
     if torch.cuda.is_available():
-        torch.cuda.set_device(launcher.local_rank())
+        _take_gpu()
     else:
         cpu.install()
     if not dist.is_initialized():
@@ -46,6 +46,17 @@ def initialize(parallel: ParallelConfig, seed: int) -> None:
         distributed_timeout_minutes=int(TIMEOUT.total_seconds()) // 60,
     )
     _seed(seed)
+
+
+def _take_gpu() -> None:
+    """One GPU a rank."""
+    ranks, gpus = max(launcher.ranks_of_this_machine(), launcher.local_rank() + 1), torch.cuda.device_count()
+    if ranks > gpus:
+        raise ConfigError(
+            f"{ranks} ranks were started on this machine, where {gpus} GPU{'s are' if gpus > 1 else ' is'} visible: "
+            f"each takes one; start no more than {gpus} (torchrun --nproc-per-node {gpus})"
+        )
+    torch.cuda.set_device(launcher.local_rank())
 
 
 def _join_process_group(world_size: int) -> None:

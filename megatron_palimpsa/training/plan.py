@@ -52,7 +52,8 @@ def describe(
         *(f"{'data' if index == 0 else '':<14} {line}" for index, line in enumerate(data)),
         f"memory a rank  about {_size(memory.total)}: weights {_size(memory.weights)}, "
         f"gradients {_size(memory.gradients)}, optimizer {_size(memory.optimizer)}, "
-        f"activations {_size(memory.activations)} on a GPU at the peak; the CUDA context comes on top"
+        f"activations {_size(memory.activations)} on a GPU at the peak; "
+        f"the CUDA context {'and NCCL come' if world_size > 1 else 'comes'} on top"
         f"{_uncounted(parallel)}",
         *_fit(config, world_size, memory.total, gpu_memory),
         f"checkpoints    every {config.checkpoint.interval:,} steps, {config.checkpoint.keep} kept, about "

@@ -53,18 +53,19 @@ def train(config: StageConfig) -> ExitCode:
         return train_stage(config, folder, source, data, stop)
 
 
-def dry_run(config: StageConfig, gpu_memory: int | None = None) -> str:
+def dry_run(config: StageConfig, gpu_memory: int | None = None, ranks: int | None = None) -> str:
     """Check everything that `train` checks and describe what it would do.
 
     Args:
         gpu_memory: bytes of the GPUs that it is meant for; None takes those of this machine's.
-
-    Without a launcher the plan is for the fewest ranks that the layout takes: it can be made on any machine.
+        ranks: that the plan is for, on whatever machine; None takes those that a launcher started, or the fewest that
+            the layout takes.
 
     Raises:
         ConfigError: as `train`.
     """
-    ranks = launcher.world_size() if launcher.is_launched() else config.parallel.replica_size
+    if ranks is None:
+        ranks = launcher.world_size() if launcher.is_launched() else config.parallel.replica_size
     return describe(config, ranks, gpu_memory=gpu_memory or advice.gpu_memory())
 
 

@@ -127,7 +127,7 @@ def test_without_slurm(capsys, stages, monkeypatch, tmp_path):
     [
         (["--time", "4"], "time=4 is 240 s"),
         (["--partition", "a b"], "partition='a b'"),
-        (["--gpus-per-node", "0", "--nodes", "3", "parallel.tp=2"], "does not divide the 3 ranks started"),
+        (["--gpus-per-node", "0", "--nodes", "3", "parallel.tp=2"], "does not divide the number of ranks, which is 3"),
         (["--nodes", "3"], "train.global_batch_tokens=64 is not a multiple of 96"),
         (["data.train_blend=absent.yaml"], "data.train_blend=absent.yaml"),
         (["data.tokenizer=absent.model"], "absent.model"),

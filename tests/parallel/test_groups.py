@@ -32,6 +32,19 @@ def test_layout_larger_than_the_ranks_is_refused() -> None:
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize(("local_rank", "ranks", "gpus", "found"), [(0, 4, 2, "4 ranks"), (1, 1, 1, "2 ranks")])
+def test_more_ranks_than_gpus_are_refused_on_all_of_them(
+    local_rank: int, ranks: int, gpus: int, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(ConfigError, match=f"{found} were started .* {gpus} GPU.* --nproc-per-node {gpus}"):
+        parallel.initialize(ParallelConfig(), seed=1)
+    assert not dist.is_initialized()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_after_an_error_only_a_rank_alone_leaves(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with parallel.leaving():

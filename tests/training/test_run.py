@@ -15,15 +15,24 @@ def config(tmp_path, tiny_data):
 def test_without_a_launcher_as_many_as_the_layout_takes(config, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert "4 ranks: tp 2, pp 2, cp 1, dp 1" in run.dry_run(config)
-    with pytest.raises(ConfigError, match="does not divide the 1 ranks started"):
+    with pytest.raises(ConfigError, match="does not divide the number of ranks, which is 1; torchrun"):
         run.train(config)
+
+
+def test_for_as_many_as_are_asked_for_on_any_machine(config, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    plan = run.dry_run(config, ranks=8)
+    assert "8 ranks: tp 2, pp 2, cp 1, dp 2" in plan
+    assert "the CUDA context and NCCL come on top" in plan
+    with pytest.raises(ConfigError, match="does not divide the number of ranks, which is 6"):
+        run.dry_run(config, ranks=6)
 
 
 def test_under_a_launcher_its_own(config, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert "8 ranks: tp 2, pp 2, cp 1, dp 2" in run.dry_run(config)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="does not divide the 2 ranks started"):
+    with pytest.raises(ConfigError, match="does not divide the number of ranks, which is 2"):
         run.dry_run(config)
 
 
