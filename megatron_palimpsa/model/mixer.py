@@ -125,7 +125,10 @@ class Mixer(MegatronModule):
         group_of_head = torch.arange(first_head, first_head + self.heads) // heads_per_group
         first, last = int(group_of_head[0]), int(group_of_head[-1])
         self.groups = last - first + 1
-        self.group_rows = slice(first * self.d_state, (last + 1) * self.d_state)
+        held = all_groups // tp if self.groups_are_split else all_groups
+        rows = slice(first * self.d_state, (last + 1) * self.d_state)
+        # None for all of them: a slice that leaves nothing out would take a copy of its gradient.
+        self.group_rows = None if self.groups == held else rows
         counts = torch.bincount(group_of_head - first)
         # The scan wants as many heads in each group; where a rank's border cuts a group, each head gets its own copy.
         self.group_of_head: list[int] | None = (
@@ -196,7 +199,7 @@ class Mixer(MegatronModule):
 
     def _small_projections(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """B beside C [B, T, 2 G K], dt [B, T, H] and, with importance, beta's low rank, in one matrix product."""
-        weights = [self.B_weight[self.group_rows], self.C_weight[self.group_rows], self.dt_weight]
+        weights = [*self._of_groups(self.B_weight, self.C_weight), self.dt_weight]
         sizes = [2 * self.groups * self.d_state, self.heads]
         if not self.importance:
             bc, dt = F.linear(u, torch.cat(weights)).split(sizes, dim=-1)
@@ -206,10 +209,14 @@ class Mixer(MegatronModule):
         bc, dt, beta_low = F.linear(u, torch.cat(weights)).split(sizes, dim=-1)
         return bc, dt, beta_low
 
+    def _of_groups(self, *parameters: Tensor) -> list[Tensor]:
+        """The rows of B's and C's parameters that this rank's heads use."""
+        rows = self.group_rows
+        return list(parameters) if rows is None else [parameter[rows] for parameter in parameters]
+
     def _bc_filter(self) -> tuple[Tensor, Tensor]:
-        weight = torch.cat([self.conv_B_weight[self.group_rows], self.conv_C_weight[self.group_rows]])
-        bias = torch.cat([self.conv_B_bias[self.group_rows], self.conv_C_bias[self.group_rows]])
-        return weight, bias
+        weights = self._of_groups(self.conv_B_weight, self.conv_C_weight)
+        return torch.cat(weights), torch.cat(self._of_groups(self.conv_B_bias, self.conv_C_bias))
 
     def _keys_and_queries(self, bc: Tensor) -> tuple[Tensor, Tensor]:
         """[..., 2 G K] -> B and C, each [..., G, K] with G dividing the heads."""

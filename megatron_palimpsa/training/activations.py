@@ -130,8 +130,8 @@ def _everything(shapes: Shapes, symbol: str) -> int:
     # z, x before and behind the convolution, y, the gated norm's output and its root mean square.
     inside = n.size * 5 * n.inner + 4
     small = 2 * n.keys + n.heads + (n.beta_rank if symbol == "P" else 0)
-    # The projections before and B and C behind the convolution; log_alpha; places of tokens for two convolutions.
-    inside += n.size * (small + 2 * n.keys) + 4 * n.heads + 16
+    # The projections before and B and C behind the convolution; log_alpha.
+    inside += n.size * (small + 2 * n.keys) + 4 * n.heads
     if symbol == "P":
         inside += n.size * n.inner  # beta before its sigmoid
     return n.tokens * (around + inside) + _states(n, symbol) + n.size * small * n.hidden

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from palimpsa_kernels.activations import LOWEST_LOG_ALPHA
+from palimpsa_kernels.triton.launches import cdiv, next_power_of_2
 
 ELEMENTS = 4096  # of a head's values a program
 LOWEST = tl.constexpr(LOWEST_LOG_ALPHA)
@@ -129,7 +130,7 @@ def skip_kernel(
 
 def tile(value_dim: int) -> dict[str, int]:
     """Compile-time sizes of a program."""
-    block = triton.next_power_of_2(value_dim)
+    block = next_power_of_2(value_dim)
     return {"V": value_dim, "BLOCK_T": max(1, ELEMENTS // block), "BLOCK_V": block}
 
 
@@ -174,7 +175,7 @@ def activate(raw: Raw) -> tuple[Tensor, Tensor | None, Tensor]:
     beta = None if raw.logits is None else torch.empty_like(value)
     log_alpha = torch.empty(batch, tokens, heads, device=x.device)
     sizes = tile(value_dim)
-    activate_kernel[(triton.cdiv(batch * tokens, sizes["BLOCK_T"]) * heads,)](
+    activate_kernel[(cdiv(batch * tokens, sizes["BLOCK_T"]) * heads,)](
         x, raw.dt, logits, raw.dt_bias, raw.A_log, raw.D if raw.b_scale is None else raw.b_scale, value,
         value if beta is None else beta, log_alpha, batch * tokens, heads, x.stride(1), raw.dt.stride(1),
         logits.stride(1), IMPORTANCE=beta is not None, **sizes,
@@ -186,7 +187,7 @@ def add_skip(y: Tensor, raw: Raw) -> None:
     """y [B, T, H, V] += D * x, in place."""
     batch, tokens, heads, value_dim = raw.x.shape
     sizes = tile(value_dim)
-    skip_kernel[(triton.cdiv(batch * tokens, sizes["BLOCK_T"]) * heads,)](
+    skip_kernel[(cdiv(batch * tokens, sizes["BLOCK_T"]) * heads,)](
         y, raw.x, raw.D, batch * tokens, heads, raw.x.stride(1), **sizes
     )
 
@@ -209,7 +210,7 @@ def activation_gradients(
     ddt = torch.empty(raw.dt.shape, device=x.device, dtype=raw.dt.dtype)
     dlogits = None if raw.logits is None else torch.empty_like(dx)
     sizes = tile(value_dim)
-    blocks = triton.cdiv(batch * tokens, sizes["BLOCK_T"])
+    blocks = cdiv(batch * tokens, sizes["BLOCK_T"])
     parts = torch.empty(blocks, 4, heads, device=x.device)
     activation_gradient_kernel[(blocks * heads,)](
         x, raw.dt, logits, raw.dt_bias, raw.A_log, raw.D if raw.b_scale is None else raw.b_scale, raw.D, dvalue,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from palimpsa_kernels.triton.palimpsa import tokens_adjacent
+from palimpsa_kernels.triton.launches import cdiv, shared_by_layers, tokens_adjacent
 
 BLOCK_T = 32
 BLOCK_D = 64
@@ -119,11 +119,14 @@ def in_reach(window, initial, place, document, D, offs, exists, W: tl.constexpr,
 
 @triton.jit(do_not_specialize=["tokens"])
 def conv_gradient_kernel(
-    x, weight, bias, initial, place, document, dy, dx, dweight_parts, dbias_parts, tokens, D, stride, stride_dy,
+    x, weight, bias, initial, place, document, dy, dx, parts, tokens, D, stride, stride_dy,
     W: tl.constexpr, SILU: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Walks through a block of tokens and the W - 1 behind it, whose outputs reach back into it."""
+    """Walks through a block of tokens and the W - 1 behind it, whose outputs reach back into it.
+
+    `parts` [blocks, D * W + D] takes the block's share of the gradients to weight and bias.
+    """
     block = tl.program_id(0).to(tl.int64)
     start = block * BLOCK_T
     offs = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -173,8 +176,8 @@ def conv_gradient_kernel(
         stored = exists & (i >= W - 1) & (oldest < tokens)
         tl.store(dx + oldest * D + offs, dx_rows[W - 1].to(dx.dtype.element_ty), mask=stored)
     for back in tl.static_range(W):
-        tl.store(dweight_parts + (block * D + offs) * W + W - 1 - back, dweight[back], mask=exists)
-    tl.store(dbias_parts + block * D + offs, dbias, mask=exists)
+        tl.store(parts + block * D * (W + 1) + offs * W + W - 1 - back, dweight[back], mask=exists)
+    tl.store(parts + block * D * (W + 1) + D * W + offs, dbias, mask=exists)
 
 
 @triton.jit
@@ -257,13 +260,17 @@ def make_places(batch: int, tokens: int, cu_seqlens: Tensor | None, device: torc
     offsets = cu_seqlens
     if offsets is None:
         offsets = torch.arange(batch + 1, device=device, dtype=torch.int64) * tokens
-    place = torch.empty(batch * tokens, device=device, dtype=torch.int32)
-    document = torch.empty_like(place)
-    if batch * tokens:
-        place_kernel[(triton.cdiv(batch * tokens, 64),)](
-            offsets, place, document, len(offsets) - 1, batch * tokens, BLOCK=64, BLOCK_N=64
-        )
-    return Places(offsets, place, document)
+
+    def make() -> tuple[Tensor, Tensor]:
+        place = torch.empty(batch * tokens, device=device, dtype=torch.int32)
+        document = torch.empty_like(place)
+        if batch * tokens:
+            place_kernel[(cdiv(batch * tokens, 64),)](
+                offsets, place, document, offsets.shape[0] - 1, batch * tokens, BLOCK=64, BLOCK_N=64
+            )
+        return place, document
+
+    return Places(offsets, *shared_by_layers(cu_seqlens, ("places", tokens), make))
 
 
 class CausalConv1d(torch.autograd.Function):
@@ -284,14 +291,14 @@ class CausalConv1d(torch.autograd.Function):
             "SILU": activation == "silu",
         }
         y = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-        blocks = triton.cdiv(dim, BLOCK_D)
-        conv_kernel[(triton.cdiv(batch * tokens, BLOCK_T), blocks)](
+        blocks = cdiv(dim, BLOCK_D)
+        conv_kernel[(cdiv(batch * tokens, BLOCK_T), blocks)](
             x, weight, x if bias is None else bias, x if initial is None else initial, places.place, places.document, y,
             batch * tokens, dim, x.stride(1), BLOCK_T=BLOCK_T, BLOCK_D=BLOCK_D, **ctx.options,
         )  # fmt: skip
         final = None
         if output_final_state:
-            final = torch.empty(len(places.offsets) - 1, dim, width - 1, device=x.device, dtype=x.dtype)
+            final = torch.empty(places.offsets.shape[0] - 1, dim, width - 1, device=x.device, dtype=x.dtype)
             final_kernel[(len(final), blocks)](
                 x, x if initial is None else initial, places.offsets, final, dim, x.stride(1),
                 W=width, HAS_INITIAL=initial is not None, BLOCK_D=BLOCK_D,
@@ -309,24 +316,22 @@ class CausalConv1d(torch.autograd.Function):
         batch, tokens, dim = x.shape
         dy = torch.zeros_like(x) if dy is None else tokens_adjacent(dy)
         dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
-        rows, blocks = triton.cdiv(batch * tokens, WALK["BLOCK_T"]), triton.cdiv(dim, WALK["BLOCK_D"])
-        dweight_parts = torch.empty(rows, *weight.shape, device=x.device)
-        dbias_parts = torch.empty(rows, dim, device=x.device)
+        rows, blocks = cdiv(batch * tokens, WALK["BLOCK_T"]), cdiv(dim, WALK["BLOCK_D"])
+        parts = torch.empty(rows, weight.numel() + dim, device=x.device)
         given = x if bias is None else bias, x if initial is None else initial
         conv_gradient_kernel[(rows, blocks)](
-            x, weight, *given, places.place, places.document, dy, dx, dweight_parts, dbias_parts,
+            x, weight, *given, places.place, places.document, dy, dx, parts,
             batch * tokens, dim, x.stride(1), dy.stride(1), **WALK, **ctx.options,
         )  # fmt: skip
         dinitial = None if initial is None else torch.empty_like(initial)
         if initial is not None or dfinal is not None:
-            border_gradient_kernel[(len(places.offsets) - 1, triton.cdiv(dim, BLOCK_D))](
+            border_gradient_kernel[(places.offsets.shape[0] - 1, cdiv(dim, BLOCK_D))](
                 x, weight, *given, places.offsets, dy, x if dfinal is None else dfinal.contiguous(), dx,
                 x if dinitial is None else dinitial, dim, x.stride(1), dy.stride(1),
                 HAS_FINAL=dfinal is not None, BLOCK_D=BLOCK_D, **ctx.options,
             )  # fmt: skip
-        dweight = dweight_parts.sum(0).to(weight.dtype)
-        dbias = None if bias is None else dbias_parts.sum(0).to(bias.dtype)
-        return dx, dweight, dbias, dinitial, None, None, None
+        dweight, dbias = parts.sum(0).to(weight.dtype).split([weight.numel(), dim])
+        return dx, dweight.view(weight.shape), None if bias is None else dbias, dinitial, None, None, None
 
 
 def causal_conv1d(

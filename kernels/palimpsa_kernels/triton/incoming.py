@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from palimpsa_kernels.triton.chunks import Chunks
+from palimpsa_kernels.triton.launches import cdiv, next_power_of_2
 from palimpsa_kernels.triton.primitives import chunk_bounds, chunk_document, matrix_dtype
 from palimpsa_kernels.triton.targets import capability, incoming_blocks, incoming_stages
 
@@ -165,11 +166,11 @@ def launch_incoming(
     """Run `incoming_kernel`; with `before` on the states before the chunks, for what they add to dk and inner alone."""
     batch, tokens, groups, key_dim = k.shape
     heads, value_dim = v.shape[2:]
-    block_k = max(16, triton.next_power_of_2(key_dim))
+    block_k = max(16, next_power_of_2(key_dim))
     target = capability(v.device)
     blocks = incoming_blocks(target, block_k, value_dim, v.dtype)
     splits = len(dk)
-    grid = (chunks.places, triton.cdiv(chunks.size, blocks["BLOCK_T"]), groups * splits)
+    grid = (chunks.places, cdiv(chunks.size, blocks["BLOCK_T"]), groups * splits)
     incoming_kernel[grid](
         k, v, decay, chunks.table, adjoints, adjoints if initial is None else initial, dv_parts, dv, dk, inner,
         batch * tokens, splits, heads, groups, k.stride(1), v.stride(1),
@@ -187,9 +188,9 @@ def decay_gradient(
     of the states before the chunks, `outer` [B, T, H] summed from each token to its chunk's end."""
     heads, parts = dlog_alpha_parts.shape[2:]
     dlog_alpha = torch.zeros_like(inner)
-    decay_gradient_kernel[(chunks.places, triton.cdiv(heads, HEADS_PER_PROGRAM))](
+    decay_gradient_kernel[(chunks.places, cdiv(heads, HEADS_PER_PROGRAM))](
         dlog_alpha_parts, products, inner, inner if outer is None else outer, chunks.table, dlog_alpha, heads,
-        PARTS=parts, BLOCK_P=triton.next_power_of_2(parts), PRODUCTS=products.shape[3], STATES=products.shape[1],
+        PARTS=parts, BLOCK_P=next_power_of_2(parts), PRODUCTS=products.shape[3], STATES=products.shape[1],
         BLOCK_H=HEADS_PER_PROGRAM, OUTER=outer is not None, num_warps=1,
     )  # fmt: skip
     return dlog_alpha

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from palimpsa_kernels.norm import Total
+from palimpsa_kernels.triton.launches import cdiv, next_power_of_2
 
 ROWS = 32  # of a program of the backward pass, whose sums over rows are stored
 ELEMENTS = 4096  # that a program holds at a time, unless a segment has more channels
@@ -121,7 +122,7 @@ def norm_gradient_kernel(
 
 def block_sizes(size: int) -> dict[str, int]:
     """Compile-time sizes, and warps, for segments of so many channels."""
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     rows = max(1, min(ROWS, ELEMENTS // block))
     return {"BLOCK_R": rows, "BLOCK_C": block, "num_warps": max(1, min(16, rows * block // 512))}
 
@@ -152,7 +153,7 @@ def group_sums(
     gate = x if z is None else z
     for first, size, number, count in launches(sizes):
         options = block_sizes(size)
-        sum_kernel[(triton.cdiv(len(x), options["BLOCK_R"]), count)](
+        sum_kernel[(cdiv(len(x), options["BLOCK_R"]), count)](
             x, gate, weight, x if dy is None else dy, sums, len(x), first, size, number, len(sizes), x.shape[1],
             x.stride(0), gate.stride(0), GATED=z is not None, BACKWARD=dy is not None, **options,
         )  # fmt: skip
@@ -169,18 +170,18 @@ class GatedRMSNorm(torch.autograd.Function):
         z = None if z is None else rows_of(z)
         rows, channels = x.shape
         scales = torch.empty(rows, len(sizes), device=x.device)
-        out = torch.empty(rows, channels, device=x.device, dtype=weight.dtype)
+        out = torch.empty(shape, device=x.device, dtype=weight.dtype)
         ctx.save_for_backward(x, z, weight, scales)
         ctx.settings = group_size, sizes, total
         squares = scales if total is None else group_sums(x, z, weight, None, sizes, total, shape)
         gate = x if z is None else z
         for first, size, number, count in launches(sizes):
             options = block_sizes(size)
-            norm_kernel[(triton.cdiv(rows, options["BLOCK_R"]), count)](
+            norm_kernel[(cdiv(rows, options["BLOCK_R"]), count)](
                 x, gate, weight, squares, scales, out, rows, first, size, number, len(sizes), group_size, eps,
                 channels, x.stride(0), gate.stride(0), GATED=z is not None, GIVEN=total is not None, **options,
             )  # fmt: skip
-        return out.view(shape)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -189,9 +190,9 @@ class GatedRMSNorm(torch.autograd.Function):
         rows, channels = x.shape
         dy = rows_of(grads[0]).contiguous()
         shape = grads[0].shape
-        dx = torch.empty(rows, channels, device=x.device, dtype=x.dtype)
-        dz = None if z is None else torch.empty(rows, channels, device=x.device, dtype=z.dtype)
-        blocks = triton.cdiv(rows, ROWS)
+        dx = torch.empty(shape, device=x.device, dtype=x.dtype)
+        dz = None if z is None else torch.empty(shape, device=x.device, dtype=z.dtype)
+        blocks = cdiv(rows, ROWS)
         dweight_parts = torch.empty(blocks, channels, device=x.device)
         dots = scales if total is None else group_sums(x, z, weight, dy, sizes, total, shape)
         gate = x if z is None else z
@@ -202,7 +203,7 @@ class GatedRMSNorm(torch.autograd.Function):
                 ROWS=ROWS, GATED=z is not None, GIVEN=total is not None, **block_sizes(size),
             )  # fmt: skip
         dweight = dweight_parts.sum(0).to(weight.dtype)
-        return dx.view(shape), None if dz is None else dz.view(shape), dweight, None, None, None, None
+        return dx, dz, dweight, None, None, None, None
 
 
 def gated_rms_norm(

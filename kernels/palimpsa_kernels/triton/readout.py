@@ -6,6 +6,7 @@ from torch import Tensor
 
 from palimpsa_kernels.triton.chunks import Chunks
 from palimpsa_kernels.triton.decay import Spans
+from palimpsa_kernels.triton.launches import cdiv, next_power_of_2
 from palimpsa_kernels.triton.primitives import chunk_bounds, chunk_document, fast_reciprocal, thread_sums
 from palimpsa_kernels.triton.tiles import in_pairs, load_boundary, load_columns, load_query_key, tile_order
 
@@ -117,9 +118,9 @@ def readout_kernel(
 
 def key_tiles(key_dim: int) -> tuple[int, int]:
     """Powers of two that cover K: one, or two whose sum is K."""
-    whole = triton.next_power_of_2(key_dim)
+    whole = next_power_of_2(key_dim)
     rest = key_dim - whole // 2
-    return (whole // 2, rest) if rest >= 16 and rest == triton.next_power_of_2(rest) else (whole, 0)
+    return (whole // 2, rest) if rest >= 16 and rest == next_power_of_2(rest) else (whole, 0)
 
 
 def readout(
@@ -130,9 +131,9 @@ def readout(
     groups, key_dim = qk.shape[2:4]
     heads, value_dim = v.shape[2:]
     block_k, tail_k = key_tiles(key_dim)
-    block_v = min(ELEMENTS // triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim))
+    block_v = min(ELEMENTS // next_power_of_2(key_dim), next_power_of_2(value_dim))
     even = block_k + tail_k == key_dim and value_dim % block_v == 0
-    grid = (chunks.places, triton.cdiv(value_dim, block_v), heads)
+    grid = (chunks.places, cdiv(value_dim, block_v), heads)
     readout_kernel[grid](
         qk, v, beta, log_alpha, spans.inv_a, spans.rescale, spans.starts, spans.counts, chunks.table, states,
         states if initial is None else initial, prior, y, spans.slots, heads, heads // groups,

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from palimpsa_kernels.triton.launches import cdiv, next_power_of_2
 from palimpsa_kernels.triton.primitives import fast_reciprocal
 
 ELEMENTS = 1024  # of one state a program
@@ -49,10 +50,10 @@ def launch_step(
     groups, key_dim = k.shape[1:]
     q, k, v, log_alpha = (x.contiguous() for x in (q, k, v, log_alpha))
     y = torch.empty_like(v)
-    block_k = triton.next_power_of_2(key_dim)
-    block_v = max(1, min(ELEMENTS // block_k, triton.next_power_of_2(value_dim)))
+    block_k = next_power_of_2(key_dim)
+    block_v = max(1, min(ELEMENTS // block_k, next_power_of_2(value_dim)))
     dense = [state.contiguous() for state in states]
-    step_kernel[(batch * heads, triton.cdiv(value_dim, block_v))](
+    step_kernel[(batch * heads, cdiv(value_dim, block_v))](
         q, k, v, v if beta is None else beta.contiguous(), log_alpha, log_alpha if prior is None else prior,
         dense[0], dense[-1], y, scale, heads, heads // groups,
         K=key_dim, V=value_dim, BLOCK_K=block_k, BLOCK_V=block_v, IMPORTANCE=beta is not None, num_warps=4,

@@ -8,7 +8,8 @@ memory of their own on Blackwell (10.0).
 from typing import Any
 
 import torch
-import triton
+
+from palimpsa_kernels.triton.launches import next_power_of_2
 
 HOPPER, BLACKWELL = 90, 100
 
@@ -24,7 +25,7 @@ def capability(device: torch.device) -> int:
 def ssd_block_v(block_k: int, value_dim: int, dtype: torch.dtype) -> int:
     """Value channels at a time of SSD's kernels; a chunk's wide q and k in fp32 fill the shared memory."""
     widest = 16 if block_k > 128 and dtype != torch.bfloat16 else 64
-    return max(16, min(widest, triton.next_power_of_2(value_dim)))
+    return max(16, min(widest, next_power_of_2(value_dim)))
 
 
 def ssd_gradient_options(target: int, block_v: int) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def incoming_blocks(target: int, block_k: int, value_dim: int, dtype: torch.dtyp
     widest = 16 if target < HOPPER else 32 if wide else 64
     return {
         "BLOCK_T": 32 if target < HOPPER or (block_k > 64 and dtype != torch.bfloat16) else 64,
-        "BLOCK_V": max(16, min(widest, triton.next_power_of_2(value_dim))),
+        "BLOCK_V": max(16, min(widest, next_power_of_2(value_dim))),
     }
 
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from palimpsa_kernels.triton.launches import cdiv
 from palimpsa_kernels.triton.primitives import row_lanes
 
 BLOCK_T, BLOCK_C = 8, 128
@@ -92,7 +93,7 @@ def pack_query_key(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """
     batch, tokens, groups, key_dim = q.shape
     qk = torch.empty(*q.shape, 2, device=q.device, dtype=torch.float32)
-    grid = (triton.cdiv(batch * tokens, BLOCK_T), triton.cdiv(groups * key_dim, BLOCK_C))
+    grid = (cdiv(batch * tokens, BLOCK_T), cdiv(groups * key_dim, BLOCK_C))
     pack_kernel[grid](
         q, k, qk, scale, batch * tokens, groups * key_dim, q.stride(1), k.stride(1),
         BLOCK_T=BLOCK_T, BLOCK_C=BLOCK_C, num_warps=4,
