@@ -18,6 +18,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from megatron_palimpsa.config import ConfigError, read_as, read_tree
+from palimpsa_launch.preflight.settings import Preflight
 
 # What the shell or SLURM sets for itself.
 _RESERVED = re.compile(r"(SLURM|SBATCH|BASH)\w*|PALIMPSA_STOP_FILE|UID|EUID|PPID|SHELLOPTS|GROUPS|IFS|PATH")
@@ -86,7 +87,11 @@ class JobConfig:
     """Interpreter that has this project; None: the one in use, in a container `python3`."""
     container: Container | None = None
     variables: dict[Variable, Value] = dataclasses.field(default_factory=dict)
-    """Environment variables of the ranks, such as NCCL_SOCKET_IFNAME."""
+    """Environment variables of the ranks, such as NCCL_SOCKET_IFNAME; they go over those of `environment`."""
+    local_folder: Annotated[str, Field(pattern=r"^(/[^\x00-\x1f\x7f]*)?$", max_length=4096)] = ""
+    """On each node's own disk, for compiled kernels; "": $SLURM_TMPDIR, $TMPDIR or /tmp."""
+    preflight: Preflight | None = dataclasses.field(default_factory=Preflight)
+    """What every node is asked before an attempt; None: nothing."""
 
     @property
     def ranks_per_node(self) -> int:

@@ -6,6 +6,8 @@ settings, shell assignments whose values are quoted.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 import shlex
 import string
@@ -15,6 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from megatron_palimpsa.config import ConfigError
+from palimpsa_launch.environment import exports
 from palimpsa_launch.job import JobConfig
 
 
@@ -34,8 +37,16 @@ def render_stage(job: JobConfig, name: str, stage_folder: Path, working_folder: 
     Raises:
         ConfigError: a path or an argument that no script can carry.
     """
-    settings = {"processes_per_node": str(job.ranks_per_node)}
-    return _render("stage.sh", job, name, (stage_folder, working_folder), settings | {"command": command})
+    settings: dict[str, str | Sequence[str]] = {
+        "processes_per_node": str(job.ranks_per_node),
+        "gpus_per_node": str(job.gpus_per_node),
+        "local_folder": job.local_folder,
+        "exclude": job.exclude or "",
+        "preflight": json.dumps(None if job.preflight is None else dataclasses.asdict(job.preflight)),
+        "max_excluded": str(0 if job.preflight is None else job.preflight.max_excluded),
+        "command": command,
+    }
+    return _render("stage.sh", job, name, (stage_folder, working_folder), settings)
 
 
 def render_task(
@@ -99,7 +110,8 @@ def _render(
         **own,
     }
     lines = [_assignment(key, value) for key, value in settings.items()]
-    lines += [f"export {key}={_quote(value, f'variables.{key}')}" for key, value in sorted(job.variables.items())]
+    for key, value, reason in exports(job.variables):
+        lines += [*([f"# {reason}"] if reason else []), f"export {key}={_quote(value, f'variables.{key}')}"]
     text = (files(__package__) / "templates" / template).read_text()
     return _Template(text).substitute(sbatch="\n".join(sbatch), settings="\n".join(lines))
 
@@ -141,7 +153,8 @@ def _pyxis(job: JobConfig, *folders: Path) -> list[str]:
     if container is None or container.engine != "pyxis":
         return []
     mounts = [f"{folder}:{folder}" for folder in map(_mountable, folders)]
-    mounts += [mount if ":" in mount else f"{mount}:{mount}" for mount in container.mounts]
+    own = [job.local_folder] if job.local_folder else []
+    mounts += [mount if ":" in mount else f"{mount}:{mount}" for mount in [*own, *container.mounts]]
     return [
         f"--container-image={container.image}",
         f"--container-mounts={','.join(mounts)}",
@@ -153,7 +166,8 @@ def _apptainer(job: JobConfig, *folders: Path) -> list[str]:
     container = job.container
     if container is None or container.engine != "apptainer":
         return []
-    mounts = [*map(_mountable, folders), *container.mounts]
+    own = [job.local_folder] if job.local_folder else []
+    mounts = [*map(_mountable, folders), *own, *container.mounts]
     gpus = ["--nv"] if job.gpus_per_node else []
     binds = [f"--bind={mount}" for mount in mounts]
     return ["apptainer", "exec", *gpus, *binds, f"--pwd={folders[-1]}", container.image]

@@ -11,21 +11,31 @@ from palimpsa_launch.render import render_stage
 
 _SRUN = """#!/usr/bin/env bash
 while [[ $1 == --* ]]; do shift; done
-SLURM_NODEID=0 exec "$@"
+exec "$@"
 """
 
 _SCONTROL = """#!/usr/bin/env bash
 case $1 in
     show) printf '%s\\n' node1 node2 ;;
     requeue) echo "$2" >>"$REQUEUED"; kill -TERM "$PPID" ;;
+    update) echo "${*:2}" >>"$REQUEUED" ;;
 esac
 """
 
-# Called as python is: `-m torch.distributed.run OPTIONS -m palimpsa_launch.rank LOGS train STAGE/job/stage.yaml`.
+# JOB_STATES holds lines of a job and its state; the script's own job runs unless they say otherwise.
+_SQUEUE = """#!/usr/bin/env bash
+for argument; do case $argument in --jobs=*) job=${argument#--jobs=} ;; esac; done
+[[ $job == "$SLURM_JOB_ID" ]] && state=RUNNING
+state=$(sed -n "s/^$job //p" "$JOB_STATES" 2>/dev/null | grep . || echo "${state-}")
+[[ -n $state ]] && echo "$state"
+"""
+
+# Called as python is: `-m palimpsa_launch.node OPTIONS -- train STAGE/job/stage.yaml`.
 _TRAINER = """#!/usr/bin/env bash
-logs=${*: -3:1}
+[[ $2 == palimpsa_launch.node ]] || exit 0
+for argument; do case $argument in --logs=*) logs=${argument#--logs=} ;; esac; done
 stage=$(dirname "$(dirname "${*: -1}")")
-echo "$*" >"$logs/arguments"
+printf '%s\n' "$@" >"$logs/arguments"
 # The step reached, as a checkpoint.
 reach() { mkdir -p "$stage/checkpoints"; echo "step-$1" >"$stage/checkpoints/latest"; }
 complete() {
@@ -64,6 +74,8 @@ class StageScript:
         self._bin = folder / "bin"
         write_program(self._bin / "srun", _SRUN)
         write_program(self._bin / "scontrol", _SCONTROL)
+        write_program(self._bin / "squeue", _SQUEUE)
+        self.states = folder / "states"
         settings = {"time": "30", "nodes": 2, "python": str(write_trainer(folder))}
         command = ["train", str(self.folder / "job" / "stage.yaml")]
         self.text = render_stage(load_job(None, settings | job), "stage", self.folder, folder, command)
@@ -72,6 +84,7 @@ class StageScript:
         environment = os.environ | {
             "PATH": f"{self._bin}:{os.environ['PATH']}",
             "REQUEUED": str(self.requeued),
+            "JOB_STATES": str(self.states),
             "SLURM_JOB_ID": str(job),
             "SLURM_JOB_NODELIST": "node[1-2]",
             "SLURM_JOB_NUM_NODES": "2",

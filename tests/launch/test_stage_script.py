@@ -1,8 +1,10 @@
 """What a stage's batch script does with each way in which its ranks can end; SLURM and training are stand-ins."""
 
+import contextlib
+import json
 import os
-import re
 import signal
+import socket
 import time
 
 import pytest
@@ -23,18 +25,50 @@ def test_complete_stage_ends_with_0(tmp_path):
     assert not script.logs(job=2).exists()
 
 
-def test_torchrun_gets_nodes_head_and_a_port_below_those_of_clients(tmp_path):
-    script = StageScript(tmp_path, "complete", processes_per_node=4)
+def test_every_node_gets_the_list_with_the_head_first_and_two_ports_below_those_of_clients(tmp_path):
+    script = StageScript(tmp_path, "complete", processes_per_node=4, gpus_per_node=2)
     script.run(job=987654)
-    arguments = (script.logs(job=987654) / "arguments").read_text()
-    assert arguments.startswith("-m torch.distributed.run --")
-    options = dict(re.findall(r"--([\w-]+)=(\S+)", arguments))
-    assert options["nnodes"] == "2"
-    assert options["node-rank"] == "0"
-    assert options["nproc-per-node"] == "4"
-    assert options["master-addr"] == "node1"
-    assert 1024 < int(options["master-port"]) < 32768
-    assert options["max-restarts"] == "0"
+    options = node_options(script, job=987654)
+    assert options["nodes"] == "node1 node2"
+    assert options["processes"] == "4"
+    assert options["gpus"] == "2"
+    assert options["stage-folder"] == str(script.folder)
+    assert json.loads(options["preflight"])["seconds"] == 180
+    ports = {int(options["port"]), int(options["check-port"])}
+    assert len(ports) == 2
+    assert all(20000 <= port < 32000 for port in ports)
+
+
+def test_ports_in_use_are_left_out_and_those_of_other_jobs_are_others(tmp_path):
+    script = StageScript(tmp_path, "complete")
+    first = ports(script, job=1000)
+    others = [ports(script, job=job) for job in range(995, 1006) if job != 1000]
+    assert not any(first & other for other in others)
+    with contextlib.ExitStack() as stack:
+        # Bound but not listening, on one address only, IPv6: each is one that cannot be had.
+        for port, family, address in zip(
+            sorted(first), (socket.AF_INET, socket.AF_INET6), ("127.0.1.1", "::1"), strict=True
+        ):
+            taken = stack.enter_context(socket.socket(family))
+            taken.bind((address, port))
+            taken.listen()
+        again = ports(script, job=1000)
+    assert not first & again
+    assert len(again) == 2
+
+
+def ports(script: StageScript, job: int) -> set[int]:
+    (script.folder / "STAGE_COMPLETE").unlink(missing_ok=True)
+    assert script.run(job=job)[0] == 0
+    options = node_options(script, job)
+    return {int(options["port"]), int(options["check-port"])}
+
+
+def node_options(script: StageScript, job: int = 12345) -> dict[str, str]:
+    lines = (script.logs(job=job) / "arguments").read_text().splitlines()
+    assert lines[:2] == ["-m", "palimpsa_launch.node"]
+    assert lines[-3:] == ["--", "train", str(script.folder / "job" / "stage.yaml")]
+    return dict(line.removeprefix("--").split("=", 1) for line in lines[2:-3])
 
 
 def test_saved_and_stopped_is_requeued_and_goes_on(tmp_path):
@@ -57,21 +91,59 @@ def test_numerical_stop_and_wrong_input_are_not_requeued(tmp_path, codes, expect
     assert not script.requeued.exists()
 
 
-def test_crash_is_requeued_only_after_progress(tmp_path):
+def test_crash_is_requeued_unless_three_attempts_got_no_further(tmp_path):
     script = StageScript(tmp_path, "kill -9 $$")
-    status, output = script.run()
+    for attempt in range(2):
+        assert script.run(attempt)[0] == REQUEUED
+    status, output = script.run(attempt=2)
     assert status == 1
-    assert "no step was gained since step 0" in output
-    assert not script.requeued.exists()
+    assert "no step was gained since step 0 in three attempts" in output
+    assert len(script.requeued.read_text().splitlines()) == 2
+    # A step gained gives three more.
     (script.folder / "behaviour").write_text("reach 10; kill -9 $$")
-    assert script.run()[0] == REQUEUED
-    status, output = script.run(attempt=1)
-    assert status == 1
-    assert "no step was gained since step 10" in output
+    assert script.run(job=2)[0] == REQUEUED
+    assert [script.run(attempt, job=2)[0] for attempt in (1, 2, 3)] == [REQUEUED, REQUEUED, 1]
 
 
 def test_a_success_without_the_marker_is_none(tmp_path):
-    assert StageScript(tmp_path, "exit 0").run()[0] == 1
+    assert StageScript(tmp_path, "exit 0").run()[0] == REQUEUED
+
+
+def test_bad_nodes_are_left_out_of_the_next_attempts_up_to_a_cap(tmp_path):
+    behaviour = """
+        echo "node$((10 + SLURM_RESTART_COUNT))" >"$logs/bad-nodes"
+        exit 1
+    """
+    script = StageScript(tmp_path, behaviour, exclude="node[7-8]", preflight={"max_excluded": 4})
+    for attempt in range(4):
+        status, output = script.run(attempt)
+        assert status == 75
+        assert f"requeued without node{10 + attempt}" in output
+    assert script.requeued.read_text().splitlines()[::2] == ["12345"] * 4
+    assert script.requeued.read_text().splitlines()[1::2] == [
+        f"JobId=12345 ExcNodeList=node[7-8],{','.join(f'node{10 + number}' for number in range(count))}"
+        for count in range(1, 5)
+    ]
+    status, output = script.run(attempt=4)
+    assert status == 1
+    assert "more than 4 nodes were bad" in output
+    # Attempts that a bad node has ended say nothing of the stage.
+    (script.folder / "behaviour").write_text("complete")
+    assert script.run(attempt=5)[0] == 0
+
+
+def test_two_jobs_do_not_train_into_one_folder(tmp_path):
+    script = StageScript(tmp_path, "reach 4; ends 75")
+    script.run(job=1)
+    script.states.write_text("1 RUNNING\n")
+    status, output = script.run(job=2)
+    assert status == 2
+    assert "job 1 trains into" in output
+    assert not script.logs(job=2).exists()
+    assert script.run(attempt=1, job=1)[0] == REQUEUED
+    # A job that is gone holds nothing.
+    script.states.write_text("1 FAILED\n")
+    assert script.run(job=2)[0] == REQUEUED
 
 
 def test_requeues_are_capped(tmp_path):
@@ -123,6 +195,21 @@ def test_cancelled_job_saves_and_is_not_requeued(tmp_path):
         process.communicate(timeout=30)
     assert process.returncode == 75
     assert not script.requeued.exists()
+
+
+def test_job_that_slurm_has_ended_already_is_not_requeued(tmp_path):
+    """The ranks of a cancelled job may end before its script is told."""
+    script = StageScript(tmp_path, "reach 7; ends 75")
+    script.states.write_text("12345 COMPLETING\n")
+    assert script.run()[0] == 75
+    assert not script.requeued.exists()
+
+
+def test_hang_is_said(tmp_path):
+    script = StageScript(tmp_path, 'reach 4; echo "Timeout (0:00:09)!" >"$logs/rank-3.log"; exit 1')
+    status, output = script.run()
+    assert status == REQUEUED
+    assert "it hung" in output
 
 
 def test_requeue_that_slurm_refuses_is_a_failure(tmp_path):

@@ -16,6 +16,8 @@ set -euo pipefail
 attempt=${SLURM_RESTART_COUNT:-0}
 log_folder=$stage_folder/logs/$SLURM_JOB_ID-restart-$attempt
 attempts_file=$stage_folder/job/attempts
+excluded_file=$stage_folder/job/excluded-by-$SLURM_JOB_ID
+holder_file=$stage_folder/job/holder
 
 say() {
     printf '%(%F %T)T launch: %s\n' -1 "$*"
@@ -45,12 +47,69 @@ attempts_from() {
     echo "$count"
 }
 
+state_of() {
+    squeue --noheader --states=all --jobs="$1" --format=%T 2>/dev/null || true
+}
+
+# One job trains into the folder; one that is gone holds nothing. Rank 0 locks the folder too, where the file system can.
+take_folder() {
+    local other
+    if (set -o noclobber && echo "$SLURM_JOB_ID" >"$holder_file") 2>/dev/null; then
+        return
+    fi
+    other=$(<"$holder_file")
+    if [[ $other =~ ^[0-9]+$ && $other != "$SLURM_JOB_ID" ]] &&
+        [[ $(state_of "$other") =~ ^(RUNNING|COMPLETING|SUSPENDED)$ ]]; then
+        say "refused: job $other trains into $stage_folder"
+        exit 2
+    fi
+    echo "$SLURM_JOB_ID" >"$holder_file.$SLURM_JOB_ID"
+    mv -f "$holder_file.$SLURM_JOB_ID" "$holder_file"
+}
+
+# Ports below 32768 are not given out to clients. Each job tries in an order of its own, from $1 on in steps of two; what
+# any program uses on this node, the head node, is left out.
+free_port() {
+    local port try hex
+    for ((try = $1; try < 2000; try += 2)); do
+        port=$((20000 + (2 * SLURM_JOB_ID + 7919 * (try / 2) + $1) % 12000))
+        printf -v hex '%04X' "$port"
+        if ! grep -qsE "^ *[0-9]+: [0-9A-F]+:$hex " /proc/net/tcp /proc/net/tcp6; then
+            echo "$port"
+            return
+        fi
+    done
+    say "no port is free on $head_node" >&2
+    return 1
+}
+
+# SLURM ends this shell; whatever happens, the job must not look complete.
+requeue() {
+    trap - USR1 TERM
+    scontrol requeue "$SLURM_JOB_ID"
+    sleep 60 &
+    wait $! || true
+    exit 75
+}
+
+# SLURM takes a new list of nodes to stay away from once the job has stopped running and before it starts again: while
+# this shell lives on after the requeue.
+requeue_elsewhere() {
+    local list
+    list=$(paste -sd, "$excluded_file")
+    trap '' USR1 TERM
+    scontrol requeue "$SLURM_JOB_ID"
+    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${exclude:+$exclude,}$list"
+    exit 75
+}
+
 if [[ -e $stage_folder/STAGE_COMPLETE ]]; then
     say "$stage_folder is complete already"
     exit 0
 fi
 mkdir -p "$stage_folder/job"
-touch "$attempts_file"
+take_folder
+touch "$attempts_file" "$excluded_file"
 first_step=$(newest_step)
 if ((attempt > max_requeues)); then
     say "giving up: requeued $attempt times, at most $max_requeues are allowed (max_requeues)"
@@ -60,23 +119,22 @@ if (($(attempts_from "$first_step") >= 3)); then
     say "giving up: three attempts began at step $first_step and none got further; see $stage_folder/logs"
     exit 1
 fi
-echo "$SLURM_JOB_ID $attempt $first_step" >>"$attempts_file"
 mkdir -p "$log_folder"
 
-# The head node is the one with SLURM_NODEID 0. Ports below 32768 are not given out to clients.
+# The head node is the first of the list; on it this script runs. Each node finds its own place in the list.
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 if ((${#nodes[@]} != SLURM_JOB_NUM_NODES)); then
     say "scontrol names ${#nodes[@]} of the job's $SLURM_JOB_NUM_NODES nodes"
     exit 1
 fi
 head_node=${nodes[0]}
-port=$((20000 + SLURM_JOB_ID % 12000))
+port=$(free_port 0)
+check_port=$(free_port 1)
 say "attempt $attempt from step $first_step: ${nodes[*]}; head $head_node:$port; logs in $log_folder"
 
 export PALIMPSA_STOP_FILE=$log_folder/STOP
-export PYTHONUNBUFFERED=1
-# Kernel caches on a network file system are raced for by the nodes.
-export TRITON_CACHE_DIR=/tmp/megatron-palimpsa-$UID-$SLURM_JOB_ID/triton
+# Where collectives time out, what each rank was waiting for.
+export TORCH_NCCL_DEBUG_INFO_TEMP_FILE=$log_folder/collectives-of-rank-
 
 near_limit=false
 terminated=false
@@ -87,7 +145,8 @@ save_before_the_limit() {
     say "the time limit is near: the ranks save and stop"
     touch "$PALIMPSA_STOP_FILE"
 }
-# scancel and preemption: the first must not be requeued, the second is requeued by SLURM.
+# scancel, and `megatron-palimpsa cancel`, which sends this shell alone a signal. In the grace time before a preemption
+# SLURM sends it to the ranks alone, and requeues only a job that has not ended when the time is over.
 # shellcheck disable=SC2317,SC2329
 save_before_the_end() {
     terminated=true
@@ -97,14 +156,18 @@ save_before_the_end() {
 trap save_before_the_limit USR1
 trap save_before_the_end TERM
 
+# One task a node, in the container if there is one; instead of this shell.
+on_every_node() {
+    exec srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
+        --kill-on-bad-exit=1 --wait=60 "${srun_options[@]}" "${enter[@]}" "$python" -m "$@"
+}
+
 cd "$working_folder"
-# In the background, because a trap runs only while the shell waits. $SLURM_NODEID is for each node's shell to fill in.
-srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
-    --kill-on-bad-exit=1 --wait=60 "${srun_options[@]}" \
-    "${enter[@]}" bash -c 'exec "$1" -m torch.distributed.run --node-rank="$SLURM_NODEID" "${@:2}"' node "$python" \
-    --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="$processes_per_node" --max-restarts=0 \
-    --master-addr="$head_node" --master-port="$port" --rdzv-conf=timeout=600 \
-    -m palimpsa_launch.rank "$log_folder" "${command[@]}" &
+echo "$SLURM_JOB_ID $attempt $first_step" >>"$attempts_file"
+# In the background, because a trap runs only while the shell waits.
+on_every_node palimpsa_launch.node --nodes="${nodes[*]}" --port="$port" --check-port="$check_port" \
+    --processes="$processes_per_node" --gpus="$gpus_per_node" --stage-folder="$stage_folder" --logs="$log_folder" \
+    --local-folder="$local_folder" --preflight="$preflight" -- "${command[@]}" &
 step=$!
 while true; do
     status=0
@@ -121,8 +184,13 @@ if [[ -e $stage_folder/STAGE_COMPLETE ]]; then
 fi
 # torchrun ends with 1 whatever its ranks end with; each leaves its own exit code beside its log.
 codes=" $(cat "$log_folder"/rank-*.exit 2>/dev/null | tr '\n' ' ' || true)"
+# Nodes that were killed have left what they compiled.
+(SLURM_TIMELIMIT=1 on_every_node palimpsa_launch.node_folder "$local_folder") 2>/dev/null || true
 last_step=$(newest_step)
 say "stopped at step $last_step; srun ended with $status, the ranks with:${codes:- }"
+if grep -qs '^Timeout (' "$log_folder"/rank-*.log; then
+    say "it hung: the watchdog ended the ranks (train.watchdog_seconds); their stacks are in $log_folder/rank-*.log"
+fi
 for code in 3 2; do
     if [[ $codes == *" $code "* ]]; then
         say "not requeued: exit code $code (3 numerical stop, 2 wrong input); see $log_folder/rank-*.log"
@@ -133,18 +201,29 @@ if [[ $terminated == true ]]; then
     say "not requeued from here: it was told to end"
     exit 75
 fi
-if ((last_step <= first_step)); then
-    say "not requeued: no step was gained since step $first_step; see $log_folder/rank-*.log"
-    exit 1
+state=$(state_of "$SLURM_JOB_ID")
+if [[ $state != RUNNING ]]; then
+    say "not requeued from here: the job is ${state:-unknown}"
+    exit 75
 fi
 if ((attempt >= max_requeues)); then
     say "not requeued: it was $attempt times already (max_requeues)"
     exit 1
 fi
+if [[ -s $log_folder/bad-nodes ]]; then
+    cat "$log_folder/bad-nodes" >>"$excluded_file"
+    if (($(wc -l <"$excluded_file") > max_excluded)); then
+        say "not requeued: more than $max_excluded nodes were bad (preflight.max_excluded): $(paste -sd' ' "$excluded_file")"
+        exit 1
+    fi
+    # It says nothing of the stage.
+    sed -i '$d' "$attempts_file"
+    say "requeued without $(paste -sd' ' "$log_folder/bad-nodes")"
+    requeue_elsewhere
+fi
+if ((last_step <= first_step)) && (($(attempts_from "$first_step") >= 3)); then
+    say "not requeued: no step was gained since step $first_step in three attempts; see $log_folder/rank-*.log"
+    exit 1
+fi
 say "requeued (time limit near: $near_limit)"
-trap - USR1 TERM
-scontrol requeue "$SLURM_JOB_ID"
-# SLURM ends this shell; whatever happens, the job must not look complete.
-sleep 60 &
-wait $! || true
-exit 75
+requeue
