@@ -78,7 +78,8 @@ INTEGERS = [
     "H",
     "G",
     "heads_per_group",
-    "documents",
+    "initials",
+    "first_final",
     "tokens",
     "splits",
     "D",
@@ -122,7 +123,7 @@ def configurations(target: str) -> dict[str, Configuration]:
     gradient_options = targets.ssd_gradient_options(number, V)
     gradient_warps = gradient_options.pop("num_warps")
     state_options = {"K": K, "V": V, "BLOCK_K": K, "BLOCK_V": V, "BLOCK_T": states.BLOCK_T, "SPLIT": True}
-    passing = {"SIZE": K * V, "BLOCK": 1024, "HAS_INITIAL": False, "HAS_FINAL": False}
+    passing = {"SIZE": K * V, "BLOCK": 1024, "HAS_INITIAL": False, "HAS_FINAL": False, "STORE": True}
     filtering = {"W": 4, "SILU": True, "HAS_BIAS": True, "HAS_INITIAL": False}
     forward_blocks = {"BLOCK_T": conv.BLOCK_T, "BLOCK_D": conv.BLOCK_D}
     walk = {name: value for name, value in conv.WALK.items() if name != "num_warps"}

@@ -8,10 +8,12 @@ from palimpsa_kernels.api import (
     palimpsa_step,
     ssd_step,
 )
+from palimpsa_kernels.carry import Carry
 from palimpsa_kernels.mixing import HeadParameters, Importance, mixing_scan
 from palimpsa_kernels.norm import gated_rms_norm
 
 __all__ = [
+    "Carry",
     "HeadParameters",
     "Importance",
     "causal_conv1d",

@@ -1,12 +1,14 @@
 """The scans as a Mamba2-style layer uses them: raw dt and beta logits in, the skip D * x added to what comes out."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from palimpsa_kernels import checks, peers
 from palimpsa_kernels.activations import add_skip, likelihood_precision, step_and_decay, weighted_value
 from palimpsa_kernels.api import chunk_palimpsa, chunk_ssd
+from palimpsa_kernels.carry import Carry, HandOver
 from palimpsa_kernels.dispatch import scan_implementation
 
 
@@ -40,6 +42,7 @@ def mixing_scan(
     initial_state: tuple[Tensor, ...] | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    carry: Carry | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """`chunk_palimpsa` (`chunk_ssd` without importance) between its activations and the skip, arXiv 2602.09075.
 
@@ -62,6 +65,8 @@ def mixing_scan(
         output_final_state: also return the states behind each document's last token.
         cu_seqlens: document offsets [N + 1] int32 in the single row, as in `chunk_palimpsa`; behind the last offset
             y is D * x.
+        carry: q, k, x and dt are a part of the single row, which other ranks hold the other parts of; cu_seqlens are
+            its documents', none empty. In place of initial_state.
 
     Returns:
         y [B, T, H, V] in x's dtype, and the final states as in `initial_state`, () unless they are asked for.
@@ -70,14 +75,22 @@ def mixing_scan(
         ValueError: shapes, dtypes or devices that do not fit together, as in `chunk_palimpsa`.
     """
     _check(q, k, x, dt, heads, importance, initial_state, cu_seqlens)
+    checks.require(
+        carry is None or (initial_state is None and cu_seqlens is not None),
+        "carry takes cu_seqlens, and no initial_state",
+    )
     call = peers.facts(
         x,
         cu_seqlens,
-        initial_state is not None or output_final_state,
+        initial_state is not None or output_final_state or carry is not None,
         key_dim=q.shape[3],
         importance=importance is not None,
     )
-    return (scan_implementation(call) or composed)(
+    scan = scan_implementation(call)
+    if scan is None and carry is not None:
+        return _carried(q, k, x, dt, heads, importance, output_final_state, cu_seqlens, carry)
+    options: dict[str, Any] = {} if carry is None else {"carry": carry}
+    return (scan or composed)(
         q,
         k,
         x,
@@ -87,7 +100,25 @@ def mixing_scan(
         initial_state=initial_state,
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
+        **options,
     )
+
+
+def _carried(
+    q: Tensor, k: Tensor, x: Tensor, dt: Tensor, heads: HeadParameters, importance: Importance | None,
+    output_final_state: bool, cu_seqlens: Tensor | None, carry: Carry,
+) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    """`composed` twice: for what the tokens leave by themselves, then from what comes from the parts before."""
+    options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "output_final_state": True}
+    _, alone = composed(q, k, x, dt, heads, importance, initial_state=None, **options)
+    _, log_alpha = step_and_decay(dt, heads.dt_bias, heads.A_log)
+    start = HandOver.apply(carry, torch.stack([state[-1] for state in alone]), log_alpha[0].sum(0).exp())
+    # Also where nothing comes from before: every rank takes part in the exchange of the adjoints.
+    initial = tuple(
+        torch.cat([own[None], torch.zeros_like(state[1:])]) for own, state in zip(start, alone, strict=True)
+    )
+    y, final = composed(q, k, x, dt, heads, importance, initial_state=initial, **options)
+    return y, final if output_final_state else ()
 
 
 def composed(

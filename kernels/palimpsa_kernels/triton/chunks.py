@@ -5,7 +5,7 @@ documents too. The number of places is an upper bound that follows from shapes a
 no tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -65,9 +65,24 @@ class Chunks:
     size: int
     cover_all: bool
 
+    @property
+    def first_document(self) -> "Chunks":
+        """The same places, with the chunks of the first document alone."""
+        return replace(self, first_chunks=self.first_chunks[:2], documents=1)
 
-def make_chunks(batch: int, tokens: int, cu_seqlens: Tensor | None, size: int, device: torch.device) -> Chunks:
-    """Cut B rows of T tokens, or the documents between the offsets of one row, into chunks of at most `size` tokens."""
+    @property
+    def last_document(self) -> "Chunks":
+        return replace(self, first_chunks=self.first_chunks[-2:], documents=1)
+
+
+def make_chunks(
+    batch: int, tokens: int, cu_seqlens: Tensor | None, size: int, device: torch.device, *, goes_on: bool = False
+) -> Chunks:
+    """Cut B rows of T tokens, or the documents between the offsets of one row, into chunks of at most `size` tokens.
+
+    `goes_on`: the first document, which has tokens, goes on from another part of the row. Its first chunk is then not
+    marked as one, so that it starts from what is kept in front of the first place.
+    """
     if cu_seqlens is None:
         offsets = torch.arange(batch + 1, device=device, dtype=torch.int64) * tokens
         places = batch * triton.cdiv(tokens, size)
@@ -75,9 +90,12 @@ def make_chunks(batch: int, tokens: int, cu_seqlens: Tensor | None, size: int, d
         offsets = cu_seqlens
         places = tokens // size + len(cu_seqlens) - 1
     documents = len(offsets) - 1
-    table = torch.empty(places, TABLE_COLUMNS, device=device, dtype=torch.int64)
+    # One more row in front, without tokens.
+    table = torch.zeros(1 + places, TABLE_COLUMNS, device=device, dtype=torch.int64)[1:]
     first_chunks = torch.zeros(documents + 1, device=device, dtype=torch.int32)
     if places:
         block = min(1024, triton.next_power_of_2(max(documents, 16)))
         chunk_table_kernel[(places,)](offsets, table, first_chunks, documents, size, BLOCK=block, num_warps=1)
+        if goes_on:
+            table[0, 3] = 0
     return Chunks(table, first_chunks, places, documents, size, cu_seqlens is None)

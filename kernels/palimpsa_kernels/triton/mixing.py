@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from palimpsa_kernels.carry import Carry
 from palimpsa_kernels.mixing import HeadParameters, Importance
 from palimpsa_kernels.triton.activations import Raw, activate, activation_gradients, add_skip
 from palimpsa_kernels.triton.palimpsa import ChunkPalimpsa, tokens_adjacent
@@ -34,7 +35,7 @@ class MixingScan(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, x: Tensor, dt: Tensor, logits: Tensor | None, dt_bias: Tensor, A_log: Tensor,
         D: Tensor, b_scale: Tensor | None, prior: Tensor | None, mean: Tensor | None, importance: Tensor | None,
-        cu_seqlens: Tensor | None, output_final_state: bool,
+        cu_seqlens: Tensor | None, output_final_state: bool, carry: Carry | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         x, dt = tokens_adjacent(x), tokens_adjacent(dt)
         logits = None if logits is None else tokens_adjacent(logits)
@@ -44,13 +45,14 @@ class MixingScan(torch.autograd.Function):
         scan = ScanContext(trains_prior=ctx.needs_input_grad[9])
         if beta is None or prior is None:
             y, final_mean = ChunkSSD.forward(
-                scan, q, k, value, log_alpha, mean, cu_seqlens, 1.0, output_final_state
-            )  # fmt: skip
+                scan, q, k, value, log_alpha, mean, cu_seqlens, 1.0, output_final_state, carry
+            )
             final_importance = None
         else:
             y, final_mean, final_importance = ChunkPalimpsa.forward(
-                scan, q, k, value, beta, log_alpha, prior, mean, importance, cu_seqlens, 1.0, None, output_final_state
-            )
+                scan, q, k, value, beta, log_alpha, prior, mean, importance, cu_seqlens, 1.0, None, output_final_state,
+                carry,
+            )  # fmt: skip
         add_skip(y, raw)
 
         # Two numbers stand for v and beta, which are formed again.
@@ -83,7 +85,7 @@ class MixingScan(torch.autograd.Function):
         own = activation_gradients(raw, dvalue, dbeta, dlog_alpha, dy)
         return (
             dq, dk, own.x, own.dt, own.logits, own.dt_bias, own.A_log, own.D, own.b_scale, dprior, dmean, dimportance,
-            None, None,
+            None, None, None,
         )  # fmt: skip
 
 
@@ -105,12 +107,13 @@ def mixing_scan(
     initial_state: tuple[Tensor, ...] | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
+    carry: Carry | None = None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """See `palimpsa_kernels.mixing_scan`."""
     mean, evidence = (*(initial_state or ()), None, None)[:2]
     logits, b_scale, prior = importance or (None, None, None)
     y, *final = MixingScan.apply(
         q, k, x, dt, logits, heads.dt_bias, heads.A_log, heads.D, b_scale, prior, mean, evidence, cu_seqlens,
-        output_final_state,
+        output_final_state, carry,
     )  # fmt: skip
     return y, tuple(state for state in final if state is not None)

@@ -10,12 +10,21 @@ import torch
 import triton
 from torch import Tensor
 
+from palimpsa_kernels.carry import Carry
 from palimpsa_kernels.triton.chunks import make_chunks
 from palimpsa_kernels.triton.decay import chunk_decays, make_spans
 from palimpsa_kernels.triton.elementwise import elementwise_gradients
 from palimpsa_kernels.triton.incoming import add_incoming, decay_gradient
 from palimpsa_kernels.triton.readout import readout
-from palimpsa_kernels.triton.states import chunk_states, pass_adjoints, pass_states, to_internal, to_public
+from palimpsa_kernels.triton.states import (
+    chunk_states,
+    hand_back,
+    pass_adjoints,
+    pass_states,
+    take_over,
+    to_internal,
+    to_public,
+)
 from palimpsa_kernels.triton.tiles import pack_query_key
 
 SPAN_GROWTH = {torch.float32: 16.0}  # of a state that is run backwards, see `decay`
@@ -40,14 +49,15 @@ class ChunkPalimpsa(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_alpha: Tensor, prior: Tensor,
         initial_mean: Tensor | None, initial_importance: Tensor | None, cu_seqlens: Tensor | None, scale: float,
-        chunk_size: int | None, output_final_state: bool,
+        chunk_size: int | None, output_final_state: bool, carry: Carry | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         batch, tokens, heads, value_dim = v.shape
         q, k, v, beta = (tokens_adjacent(x) for x in (q, k, v, beta))
         log_alpha, prior = log_alpha.contiguous(), prior.contiguous()
         chunks = make_chunks(
-            batch, tokens, cu_seqlens, min(chunk_size or default_chunk_size(batch * tokens, heads), MAX_CHUNK), q.device
-        )
+            batch, tokens, cu_seqlens, min(chunk_size or default_chunk_size(batch * tokens, heads), MAX_CHUNK),
+            q.device, goes_on=carry is not None and carry.goes_on,
+        )  # fmt: skip
         initial = None
         if initial_mean is not None and initial_importance is not None:
             initial = to_internal((initial_mean, initial_importance))
@@ -57,19 +67,20 @@ class ChunkPalimpsa(torch.autograd.Function):
 
         to_end, total = chunk_decays(log_alpha, chunks)
         states = chunk_states(k, v, beta, to_end, chunks)
-        pass_states(states, total, chunks, initial, final)
+        carried = None if carry is None else take_over(carry, states, total, chunks)
+        pass_states(states, total, chunks, initial if carry is None else carried, final)
         spans = make_spans(log_alpha, chunks, SPAN_GROWTH.get(q.dtype, DEFAULT_SPAN_GROWTH))
         y = (torch.empty if cu_seqlens is None else torch.zeros)(v.shape, device=v.device, dtype=v.dtype)
         readout(pack_query_key(q, k, scale), v, beta, log_alpha, spans, prior, states, initial, chunks, y)
 
-        ctx.save_for_backward(q, k, v, beta, log_alpha, prior, states, initial)
-        ctx.chunks, ctx.scale = chunks, scale
+        ctx.save_for_backward(q, k, v, beta, log_alpha, prior, states, initial, carried)
+        ctx.chunks, ctx.scale, ctx.carry = chunks, scale, carry
         ctx.set_materialize_grads(False)
         return y, *(to_public(final) if final is not None else (None, None))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, beta, log_alpha, prior, states, initial = ctx.saved_tensors
+        q, k, v, beta, log_alpha, prior, states, initial, carried = ctx.saved_tensors
         chunks = ctx.chunks
         batch, tokens, groups, key_dim = k.shape
         dy = torch.zeros_like(v) if grads[0] is None else tokens_adjacent(grads[0])
@@ -86,7 +97,11 @@ class ChunkPalimpsa(torch.autograd.Function):
             q, k, v, beta, dy, log_alpha, spans, prior, ctx.scale, states, initial, chunks,
             dk_parts[0], prior_gradient=ctx.needs_input_grad[5],
         )  # fmt: skip
-        initial_adjoint, products = pass_adjoints(own.adjoints, states, total, chunks, initial, final_adjoint)
+        if ctx.carry is not None:
+            final_adjoint = hand_back(ctx.carry, own.adjoints, total, chunks, final_adjoint)
+        initial_adjoint, products = pass_adjoints(
+            own.adjoints, states, total, chunks, initial if ctx.carry is None else carried, final_adjoint
+        )
         (dv, dbeta), inner = add_incoming(
             k, [v, beta], to_end, chunks, own.adjoints, [own.dv_parts, own.dbeta_parts],
             dk_parts[1:].unflatten(0, (2, splits)),
@@ -95,7 +110,7 @@ class ChunkPalimpsa(torch.autograd.Function):
         dk = dk_parts.sum(0).to(k.dtype)
         dprior = None if own.dprior_parts is None else own.dprior_parts.sum((0, 2))
         d_initial = (None, None) if initial is None else to_public(initial_adjoint)
-        return own.dq, dk, dv, dbeta, dlog_alpha, dprior, *d_initial, None, None, None, None
+        return own.dq, dk, dv, dbeta, dlog_alpha, dprior, *d_initial, None, None, None, None, None
 
 
 def chunk_palimpsa(

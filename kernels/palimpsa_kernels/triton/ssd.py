@@ -16,12 +16,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from palimpsa_kernels.carry import Carry
 from palimpsa_kernels.triton.chunks import make_chunks
 from palimpsa_kernels.triton.decay import chunk_decays
 from palimpsa_kernels.triton.incoming import add_incoming, decay_gradient, launch_incoming
 from palimpsa_kernels.triton.palimpsa import tokens_adjacent
 from palimpsa_kernels.triton.primitives import chunk_bounds, chunk_document, matrix_dtype
-from palimpsa_kernels.triton.states import chunk_states, pass_adjoints, pass_states, to_internal, to_public
+from palimpsa_kernels.triton.states import (
+    chunk_states,
+    hand_back,
+    pass_adjoints,
+    pass_states,
+    take_over,
+    to_internal,
+    to_public,
+)
 from palimpsa_kernels.triton.targets import capability, ssd_block_v, ssd_gradient_options
 
 CHUNK = 64
@@ -209,13 +218,14 @@ class ChunkSSD(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, initial_mean: Tensor | None,
-        cu_seqlens: Tensor | None, scale: float, output_final_state: bool,
+        cu_seqlens: Tensor | None, scale: float, output_final_state: bool, carry: Carry | None = None,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         batch, tokens, heads, value_dim = v.shape
         groups = k.shape[2]
         q, k, v = (tokens_adjacent(x) for x in (q, k, v))
         log_alpha = log_alpha.contiguous()
-        chunks = make_chunks(batch, tokens, cu_seqlens, CHUNK, q.device)
+        goes_on = carry is not None and carry.goes_on
+        chunks = make_chunks(batch, tokens, cu_seqlens, CHUNK, q.device, goes_on=goes_on)
         initial = None if initial_mean is None else to_internal((initial_mean,))
         final = None
         if output_final_state:
@@ -224,7 +234,8 @@ class ChunkSSD(torch.autograd.Function):
         # Products with bf16 inputs take the states in bf16 anyway.
         dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
         states = chunk_states(k, v, None, to_end, chunks, dtype)
-        pass_states(states, total, chunks, initial, final)
+        carried = None if carry is None else take_over(carry, states, total, chunks)
+        pass_states(states, total, chunks, initial if carry is None else carried, final)
         y = (torch.empty if cu_seqlens is None else torch.zeros)(v.shape, device=v.device, dtype=v.dtype)
         splits = min(MAX_SPLITS, heads // groups)
         ssd_readout_kernel[(chunks.places, groups * splits)](
@@ -232,14 +243,14 @@ class ChunkSSD(torch.autograd.Function):
             splits, heads, groups, q.stride(1), k.stride(1), v.stride(1),
             HAS_INITIAL=initial is not None, num_warps=4, **launch_options(q, v),
         )  # fmt: skip
-        ctx.save_for_backward(q, k, v, log_alpha, states, initial)
-        ctx.chunks, ctx.scale, ctx.packed = chunks, scale, cu_seqlens is not None
+        ctx.save_for_backward(q, k, v, log_alpha, states, initial, carried)
+        ctx.chunks, ctx.scale, ctx.packed, ctx.carry = chunks, scale, cu_seqlens is not None, carry
         ctx.set_materialize_grads(False)
         return y, None if final is None else to_public(final)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        q, k, v, log_alpha, states, initial = ctx.saved_tensors
+        q, k, v, log_alpha, states, initial, carried = ctx.saved_tensors
         chunks = ctx.chunks
         batch, tokens, groups, key_dim = k.shape
         heads = v.shape[2]
@@ -251,7 +262,11 @@ class ChunkSSD(torch.autograd.Function):
         from_start = torch.empty_like(log_alpha)
         to_end, total = chunk_decays(log_alpha, chunks, from_start=from_start)
         adjoints = chunk_states(q, dy, None, from_start, chunks)
-        initial_adjoint, products = pass_adjoints(adjoints, states, total, chunks, initial, final_adjoint)
+        if ctx.carry is not None:
+            final_adjoint = hand_back(ctx.carry, adjoints, total, chunks, final_adjoint)
+        initial_adjoint, products = pass_adjoints(
+            adjoints, states, total, chunks, initial if ctx.carry is None else carried, final_adjoint
+        )
         splits = min(MAX_SPLITS, heads // groups)
         # Tokens behind the last document belong to no chunk.
         new = torch.zeros if ctx.packed else torch.empty
@@ -279,7 +294,7 @@ class ChunkSSD(torch.autograd.Function):
             num_warps=4 if key_dim <= 128 else 8,
         )  # fmt: skip
         d_initial = None if initial is None else to_public(initial_adjoint)[0]
-        return dq, dk, dv, dlog_alpha, d_initial, None, None, None
+        return dq, dk, dv, dlog_alpha, d_initial, None, None, None, None
 
 
 def chunk_ssd(
