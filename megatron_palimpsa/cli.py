@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import math
 import os
 import sys
 import traceback
@@ -141,33 +140,9 @@ def _add_prep(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
-    train = commands.add_parser(
-        "train",
-        help="train one stage, or go on where it stopped",
-        description="Train one stage, or go on where it stopped. Under torchrun every rank runs this command.",
-    )
-    train.add_argument("config", type=Path, metavar="CONFIG", help="the stage's YAML file")
-    train.add_argument(
-        "overrides",
-        nargs="*",
-        default=[],
-        metavar="KEY=VALUE",
-        help="changes any key of the file, for instance train.micro_batch_size=2",
-    )
-    train.add_argument("--dry-run", action="store_true", help="print the resolved plan and start nothing")
-    train.add_argument(
-        "--gpu-memory",
-        type=_gigabytes,
-        metavar="GB",
-        help="with --dry-run: what one GPU has, for advice where the stage does not fit (this machine's)",
-    )
-    train.add_argument(
-        "--ranks",
-        type=_rank_count,
-        metavar="N",
-        help="with --dry-run: the plan for so many ranks (those started, or as few as the layout takes)",
-    )
-    train.set_defaults(command=_train)
+    from megatron_palimpsa.commands import train
+
+    train.add(commands)
 
 
 def _add_submit(commands: argparse._SubParsersAction) -> None:
@@ -226,23 +201,6 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     report.set_defaults(command=_report)
 
 
-def _gigabytes(text: str) -> int:
-    """-> bytes."""
-    try:
-        size = float(text)
-    except ValueError:
-        size = math.nan
-    if not 0 < size < 1e6:
-        raise argparse.ArgumentTypeError(f"must be a number of gigabytes such as 80, not {text}")
-    return round(size * 1e9)
-
-
-def _rank_count(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 10**6:
-        raise argparse.ArgumentTypeError(f"must be a number of ranks such as 64, not {text}")
-    return int(text)
-
-
 def _token_count(text: str) -> int:
     # Attention layers reserve their cache for as many at once.
     if not text.isdecimal() or not 1 <= int(text) <= _MOST_NEW_TOKENS:
@@ -261,22 +219,6 @@ def _prep_demo(options: argparse.Namespace) -> int:
 
     demo.prepare(options.folder, progress=print)
     return 0
-
-
-def _train(options: argparse.Namespace) -> int:
-    from megatron_palimpsa import launcher
-    from megatron_palimpsa.config import ConfigError, load_stage
-    from megatron_palimpsa.training import run
-
-    if not options.dry_run and (options.ranks or options.gpu_memory):
-        raise ConfigError("--ranks and --gpu-memory go with --dry-run alone: they are about the plan")
-    config = load_stage(options.config, options.overrides)
-    if options.dry_run:
-        plan = run.dry_run(config, options.gpu_memory, options.ranks)
-        if launcher.rank() == 0:
-            print(plan)
-        return 0
-    return run.train(config)
 
 
 def _generate(options: argparse.Namespace) -> int:

@@ -150,7 +150,14 @@ def _plan_step(config: StageConfig | Preparation, before: _Before, job: JobConfi
     return dataclasses.replace(step, plan=plan, jobs=tuple(jobs), main="train")
 
 
-def describe_stage(config: StageConfig, before: list[StageConfig], prepares: bool, ranks: int, where: str) -> str:
+def describe_stage(
+    config: StageConfig,
+    before: list[StageConfig],
+    prepares: bool,
+    ranks: int,
+    where: str,
+    gpu_memory: int | None = None,
+) -> str:
     """Check a stage that follows those `before` it and describe it.
 
     Args:
@@ -161,7 +168,7 @@ def describe_stage(config: StageConfig, before: list[StageConfig], prepares: boo
     """
     source = planned_source(config, before)
     try:
-        return run.describe(config, ranks, planned_source=source, data_may_be_missing=prepares)
+        return run.describe(config, ranks, planned_source=source, data_may_be_missing=prepares, gpu_memory=gpu_memory)
     except ConfigError as error:
         raise ConfigError(f"{error} ({where})") from None
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron_palimpsa.config import ConfigError
 from palimpsa_launch.attempts import read_text
+from palimpsa_launch.log_reader import LogReader
 from palimpsa_launch.runs import RunStep, read_run
 from palimpsa_launch.status import statuses
 
@@ -49,51 +50,29 @@ def follow(
     run: Path, name: str | None, rank: int | None, job_log: bool, lines: int, write: Callable[[str], None]
 ) -> None:
     """Write what is logged until the run, or the stage of that name, has come to its end or waits for nobody."""
-    place = _Place()
+    log: LogReader | None = None
     steps = read_run(run)
     asked = time.monotonic()
     while True:
         step = choose_step(steps, name)
         path = log_of(step, rank, job_log)
-        if path is not None and path != place.path:
-            place.write_rest(write)
+        if path is not None and (log is None or path != log.path):
+            if log is not None:
+                log.write_rest(write)
             write(f"==> {path} <==\n")
-            place.move_to(path, lines)
-        place.write_rest(write)
+            # Of the first file only the last lines are of interest.
+            log = LogReader(path, path.stat().st_size - len(tail(path, lines).encode()) if log is None else 0)
+        if log is not None:
+            log.write_rest(write)
         goes_on = _goes_on(step)
         if not goes_on or time.monotonic() - asked > _ASK_SLURM:
             steps = read_run(run)
             asked = time.monotonic()
         if not goes_on and not _goes_on(choose_step(steps, name)):
-            place.write_rest(write)
             status = next(status for status in statuses(steps) if status.step.name == step.name)
             write(f"==> {step.name} is {status.state}{': ' if status.why else ''}{status.why}\n")
             return
         time.sleep(_LOOK_AT_FILES)
-
-
-class _Place:
-    """Where in which file."""
-
-    def __init__(self) -> None:
-        self.path: Path | None = None
-        self._offset = 0
-
-    def move_to(self, path: Path, lines: int) -> None:
-        """Of the first file only the last so many lines are new."""
-        self._offset = path.stat().st_size - len(tail(path, lines).encode()) if self.path is None else 0
-        self.path = path
-
-    def write_rest(self, write: Callable[[str], None]) -> None:
-        """What was added since the last call."""
-        if self.path is None:
-            return
-        with self.path.open("rb") as file:
-            file.seek(max(0, self._offset))
-            text = file.read()
-        self._offset = max(0, self._offset) + len(text)
-        if text:
-            write(text.decode(errors="replace"))
 
 
 def _goes_on(step: RunStep) -> bool:

@@ -71,9 +71,18 @@ def job_changes(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def split_recipes(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """-> names of recipes, overrides: argparse cannot tell them apart."""
+    """-> names of recipes, overrides: argparse cannot tell them apart.
+
+    Raises:
+        ConfigError: there are overrides alone.
+    """
+    from megatron_palimpsa.config import ConfigError
+
     given = [*options.recipes, *options.overrides]
-    return [item for item in given if "=" not in item], [item for item in given if "=" in item]
+    names = [item for item in given if "=" not in item]
+    if not names:
+        raise ConfigError(f"no recipe is named, only {given[0]}")
+    return names, [item for item in given if "=" in item]
 
 
 def submit_or_print(steps: Sequence[PlannedStep], *, dry_run: bool) -> int:

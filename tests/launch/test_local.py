@@ -1,0 +1,137 @@
+"""`train` of several stages on this machine, in processes of their own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers.bpe import write_tokenizer
+from helpers.jobs import write_inputs
+from helpers.runs import read_checkpoint, run, write_stage
+
+from megatron_palimpsa import cli
+from megatron_palimpsa.training.run_folder import RunFolder
+
+
+@pytest.fixture
+def recipe(tmp_path, tiny_data):
+    """A run file of two stages; the first is evaluated."""
+    evaluation = (
+        f"{sys.executable} -c 'import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(\"7\")' {{folder}}/score"
+    )
+    write_stage(tmp_path, tiny_data, "first", evaluation=evaluation)
+    write_stage(tmp_path, tiny_data, "second", init_from={"stage": "first"})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"stages": ["first.yaml", "second.yaml"]}))
+    return tmp_path / "run.yaml"
+
+
+def start(*arguments) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "megatron_palimpsa", "train", *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Processes that have the folder on their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if str(folder) in line and "palimpsa_launch.rank" in line:
+            found.append(line)
+    return found
+
+
+def test_run_on_two_processes_goes_on_after_a_kill_and_a_stop(recipe, tmp_path):
+    runs = tmp_path / "runs"
+    first, second = RunFolder(runs / "first"), RunFolder(runs / "second")
+    changes = ("train.tokens=1536", "checkpoint.interval=2", "--nproc", "2")  # 24 steps
+    with start(recipe, *changes) as process:
+        wait_for((first.checkpoints / "latest").exists)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    wait_for(lambda: not processes_of(runs))
+    assert not first.marker.exists()
+    with start(recipe, *changes) as process:
+        wait_for((second.checkpoints / "latest").exists)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate()
+    assert process.returncode == 75, out
+    assert "step 24/24" in out  # what the first rank logs is shown
+    assert (runs / "first" / "score").read_text() == "7"
+    (runs / "first" / "score").unlink()
+    answer = run("train", recipe, *changes)
+    assert answer.returncode == 0, answer.stderr
+    assert "[1/2] first: complete already" in answer.stdout
+    assert not (runs / "first" / "score").exists()  # nor is it evaluated again
+    assert second.read_marker()["steps"] == 24
+    # The weights are those of a run that nobody disturbed, each stage by itself in one process tree.
+    moved = (f"output_dir={tmp_path / 'other'}", "train.tokens=1536", "checkpoint.interval=2")
+    for name in ("first", "second"):
+        assert run("train", tmp_path / f"{name}.yaml", *moved, ranks=2).returncode == 0
+    ends = []
+    for number, output in enumerate((runs, tmp_path / "other")):
+        (scratch := tmp_path / f"scratch-{number}").mkdir()
+        ends.append(read_checkpoint(output / "second" / "checkpoints" / "step-24", scratch))
+    assert ends[0].keys() == ends[1].keys()
+    assert all(ends[0][key].equal(ends[1][key]) for key in ends[0])
+
+
+def test_wrong_input_of_any_stage_is_found_before_the_first_starts(recipe, tmp_path, capsys):
+    write_stage(tmp_path, tmp_path / "absent", "second", init_from={"stage": "first"})
+    assert cli.main(["train", str(recipe)]) == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    assert "second.yaml: data.tokenizer" in message
+    assert not (tmp_path / "runs").exists()
+    assert cli.main(["train", "optimizer.lr=1"]) == 2
+    assert "no recipe is named" in capsys.readouterr().err
+    assert cli.main(["train", "demo/nothing"]) == 2
+    assert "neither a YAML file nor a packaged recipe" in capsys.readouterr().err
+
+
+def test_dry_run_of_a_run_describes_every_stage(recipe, tmp_path, capsys):
+    assert cli.main(["train", str(recipe), "--nproc", "2", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("layout         2 ranks") == 2
+    assert f"weights of {tmp_path / 'runs' / 'first' / 'checkpoints' / 'step-8'}" in out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_preparation_and_a_stage_on_what_it_makes(tmp_path, monkeypatch, tiny_data):
+    monkeypatch.chdir(tmp_path)
+    write_inputs(tmp_path / "in")
+    vocabulary = write_tokenizer(tmp_path)
+    command = f"prep fineweb in --output sets/web --tokenizer {vocabulary.name}"
+    then = ["prep blend blend.yaml --set sets/web"]
+    preparation = {"name": "data", "output_dir": "runs/mine", "arrays": {"web": {"command": command}}, "then": then}
+    (tmp_path / "data.yaml").write_text(yaml.safe_dump(preparation))
+    write_stage(tmp_path, tiny_data, output_dir="runs/mine", model={"vocab_size": 300})
+    data = [f"data.{key}=blend.yaml" for key in ("train_blend", "valid_blend")]
+    command = ["train", "data.yaml", "stage.yaml", *data, f"data.tokenizer={vocabulary.name}"]
+    answer = run(*command)
+    assert answer.returncode == 0, answer.stderr
+    assert RunFolder(Path("runs/mine/stage")).read_marker()["steps"] == 8
+    assert "[1/2] data: complete already" in run(*command).stdout
+
+
+@pytest.mark.long
+def test_packaged_demo_run_on_two_processes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    short = ("train.tokens=20K", "optimizer.warmup_steps=2", "train.eval_batches=1", "train.micro_batch_size=1")
+    answer = run("train", "demo/run", "--nproc", "2", *short)
+    assert answer.returncode == 0, answer.stderr
+    for name in ("continue-pretraining", "long-context", "instruct"):
+        assert RunFolder(tmp_path / "runs" / "demo" / name).read_marker()["tokens"] >= 20_000
