@@ -245,10 +245,10 @@ def test_keeping_more_checkpoints_than_the_stage_has_needs_no_more_space(stage, 
     assert cli.main(["train", str(stage), "checkpoint.keep=1000000000", "--dry-run"]) == 0
 
 
-def test_the_configuration_is_what_is_missing(capsys):
+def test_the_recipe_is_what_is_missing(capsys):
     with pytest.raises(SystemExit):
         cli.main(["train"])
-    assert capsys.readouterr().err.endswith("the following arguments are required: CONFIG\n")
+    assert capsys.readouterr().err.endswith("the following arguments are required: RECIPE\n")
 
 
 def test_progress_that_nobody_reads_fills_no_standard_error(capsys):
