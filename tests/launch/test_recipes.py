@@ -1,0 +1,133 @@
+"""The packaged recipes: as they are meant, within the memory of the GPUs they are for, in the README as they are."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from palimpsa_launch import chain, preparation, recipes, stages
+
+from megatron_palimpsa import cli
+from megatron_palimpsa.config import StageConfig, load_stage
+from megatron_palimpsa.training import run
+from megatron_palimpsa.training.console import short_count
+from megatron_palimpsa.training.memory import estimate_memory
+from megatron_palimpsa.training.stages import Source, planned_source
+
+ROOT = Path(__file__).parents[2]
+H100 = 80 * 2**30
+RUNS = ("2.7b", "2.7b-control", "170m", "760m")
+STAGES = [
+    *(f"{run}/stage-{number}" for run in ("2.7b", "2.7b-control") for number in (1, 2, 3)),
+    *(f"{run}/{name}" for run in ("170m", "760m") for name in ("palimpsa", "mamba2")),
+]
+
+
+@pytest.fixture
+def large_disk(monkeypatch):
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**15))
+
+
+def starts_from(config: StageConfig) -> str:
+    return "random weights" if config.init_from is None else config.init_from.stage
+
+
+def layers(config: StageConfig) -> str:
+    pattern = config.model.layers
+    return " + ".join(f"{pattern.count(letter)} {letter}" for letter in "MP" if letter in pattern)
+
+
+def memory(config: StageConfig, ranks: int) -> str:
+    return f"{estimate_memory(config, ranks // config.parallel.replica_size).total / 1e9:.0f}"
+
+
+def table() -> str:
+    header = "recipe", "starts from", "layers", "tokens", "sequence", "batch", "lr", "cp", "GB on 8 / 64"
+    rows = [header, ("---", "---", "---", *("---:" for _ in header[3:]))]
+    for name in STAGES:
+        config = load_stage(stages.path(name))
+        rows.append(
+            (
+                f"`{name}.yaml`",
+                starts_from(config),
+                layers(config),
+                short_count(config.train.tokens),
+                f"{config.model.seq_length:,}",
+                f"{config.train.global_batch_tokens:,}",
+                f"{config.optimizer.lr:.3g}",
+                str(config.parallel.cp),
+                f"{memory(config, 8)} / {memory(config, 64)}",
+            )
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def test_every_packaged_stage_is_in_a_list_here():
+    folder = stages.path("2.7b/run").parent.parent
+    found = {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")}
+    named = {name for name in found if name.rpartition("/")[2] not in ("base", "run", "data")}
+    assert {name for name in named if not name.startswith(("demo/", "bench/"))} == set(STAGES)
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("name", STAGES)
+def test_each_stage_fits_its_gpus(name, ranks, large_disk, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_stage(stages.path(name))
+    source = None if config.init_from is None else Source(Path("runs/base"), "weights")
+    plan = run.describe(config, ranks, planned_source=source, data_may_be_missing=True, gpu_memory=H100)
+    assert f"{ranks} ranks: tp 1, pp 1" in plan
+    assert "fits into a GPU of 85.9 GB" in plan
+
+
+@pytest.mark.parametrize("name", ["2.7b", "2.7b-control"])
+def test_stages_of_a_run_follow_each_other(name):
+    paths = recipes.find_recipes([f"{name}/run"])
+    configs = [chain.load_recipe(path, []) for path in paths]
+    chain.check_folders(paths, configs)
+    trained = [config for config in configs if isinstance(config, StageConfig)]
+    assert [config.name for config in trained] == ["stage-1", "stage-2", "stage-3"]
+    assert starts_from(trained[0]) == "base"
+    for number in (1, 2):
+        assert planned_source(trained[number], trained[:number]) is not None
+
+
+def test_control_differs_in_its_layers_alone():
+    for number in (1, 2, 3):
+        ours, control = (load_stage(stages.path(f"{run}/stage-{number}")) for run in ("2.7b", "2.7b-control"))
+        assert (ours.model.layers.count("P"), len(ours.model.layers)) == (8, 64)
+        assert set(control.model.layers) == {"M"}
+        assert ours.train == control.train
+        assert ours.optimizer == control.optimizer
+        assert ours.data == control.data
+
+
+def test_data_of_the_2_7b_run_is_what_its_stages_read():
+    config = preparation.load(stages.path("2.7b/data"), [])
+    made = {preparation.words(command)[2] for command in config.then}
+    sets = {preparation.words(command)[3 + i] for command in config.then for i in range(9) if _is_set(command, i)}
+    outputs = {words[words.index("--output") + 1] for words in map(_words, config.arrays.values())}
+    assert sets == outputs
+    for number in (1, 2, 3):
+        data = load_stage(stages.path(f"2.7b/stage-{number}")).data
+        assert {data.train_blend, data.valid_blend} <= made
+
+
+def _words(array) -> list[str]:
+    return preparation.words(array.command)
+
+
+def _is_set(command: str, index: int) -> bool:
+    words = preparation.words(command)
+    return index + 3 < len(words) and words[index + 2] == "--set"
+
+
+def test_missing_base_is_one_message(capsys, tmp_path, monkeypatch, large_disk):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "2.7b-control/run", "--nproc", "8", "--dry-run"]) == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    assert "init_from.stage='base': there is no stage folder runs/2.7b-control/base" in message
+
+
+def test_readme_has_the_table_of_stages():
+    assert table() in (ROOT / "README.md").read_text(), f"README.md lacks this table:\n{table()}"
