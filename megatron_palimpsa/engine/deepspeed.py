@@ -96,6 +96,8 @@ class DeepSpeedEngine(ScheduledEngine):
                 mpu=self._groups,
                 dist_init_required=False,
             )
+        if self._stage == 3:
+            zero_state.keep_persistent(optimizer)
         self._driven = [_Driven(model, self._engine)]
         place = "the CPU" if zero.offload_optimizer else self._device.type.upper()
         logger.info(

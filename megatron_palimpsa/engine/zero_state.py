@@ -119,3 +119,14 @@ def weights_from_mains(optimizer: Any, stage: int) -> None:
         optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
     optimizer.invalidate_secondary_tensor()
+
+
+def keep_persistent(optimizer: Any) -> None:
+    """Leave parameters below stage 3's threshold whole from their first use on, until they are stepped.
+
+    DeepSpeed gives them up like the others while it learns the order of the layers, but a norm that runs again does
+    so in the backward pass of the layer behind it.
+    """
+    for parameter in optimizer.persistent_parameters:
+        # Those are left to the module that shares them, here to none.
+        parameter.is_external_param = True
