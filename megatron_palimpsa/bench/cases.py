@@ -28,7 +28,7 @@ def read_cases(path: Path, overrides: list[str], cases: list[str], world_size: i
     for text in cases or ["stage"]:
         name, _, changes = text.partition(":")
         own = [change for change in changes.split(",") if change]
-        if not name or "=" in name:
+        if not name or "=" in name or "/" in name:
             raise ConfigError(f"--case {text!r}: expected NAME:section.key=value,section.key=value")
         if name in read:
             raise ConfigError(f"--case {text!r}: another case has that name")

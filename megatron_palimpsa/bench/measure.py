@@ -7,7 +7,8 @@ import gc
 import itertools
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from megatron.core import parallel_state
 
 from megatron_palimpsa import parallel
 from megatron_palimpsa.bench.batches import random_batch
+from megatron_palimpsa.bench.saving import Saving, measure_saving
 from megatron_palimpsa.config import StageConfig
-from megatron_palimpsa.engine.base import Engine
+from megatron_palimpsa.engine.base import Engine, StepResult
 from megatron_palimpsa.engine.select import build_engine
 from megatron_palimpsa.training import ranks
 
@@ -42,23 +44,25 @@ class Measurement:
     """Allocated at most, building included."""
     reserved_bytes: int | None
     """What the allocator took from the device at most."""
+    saving: Saving | None = None
 
     @property
     def median_seconds(self) -> float:
         return statistics.median(self.step_seconds)
 
 
-def measure(config: StageConfig, *, warmup: int, steps: int) -> Measurement:
+def measure(config: StageConfig, *, warmup: int, steps: int, save: Path | None = None) -> Measurement:
     """Train `warmup` steps and `steps` timed ones on random tokens. Every rank calls it with the same arguments.
 
-    The first warm-up step compiles kernels and makes Adam's moments; there is at least one.
+    The first warm-up step compiles kernels and makes Adam's moments; there is at least one. With `save` the state is
+    then saved in the background to that folder, where the checkpoint stays.
 
     Raises:
         torch.OutOfMemoryError: the configuration does not fit; one rank alone gives back what it held, one of several
             touches nothing, because the others may be in a collective.
     """
     try:
-        measured = _measure(config, max(1, warmup), steps)
+        measured = _measure(config, max(1, warmup), steps, save)
     except BaseException:
         if parallel.is_alone():
             _leave()
@@ -73,7 +77,7 @@ def _leave() -> None:
     _give_back()
 
 
-def _measure(config: StageConfig, warmup: int, steps: int) -> Measurement:
+def _measure(config: StageConfig, warmup: int, steps: int, save: Path | None) -> Measurement:
     _give_back()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -81,28 +85,34 @@ def _measure(config: StageConfig, warmup: int, steps: int) -> Measurement:
     parallel.initialize(config.parallel, config.seed)
     with contextlib.closing(build_engine(config)) as engine:
         build_seconds = _now() - start
-        return _steps(engine, build_seconds, warmup, steps)
+        return _steps(engine, build_seconds, warmup, steps, save)
 
 
-def _steps(engine: Engine, build_seconds: float, warmup: int, steps: int) -> Measurement:
+def _steps(engine: Engine, build_seconds: float, warmup: int, steps: int, save: Path | None) -> Measurement:
     batches = itertools.cycle(_batches(engine.config))
-    seconds = []
-    for _ in range(warmup + steps):
+
+    def step() -> tuple[StepResult, float]:
         start = _now()
         result = engine.train_step(batches, lambda loss, grad_norm: True)
-        seconds.append(_now() - start)
-    return Measurement(
+        return result, _now() - start
+
+    results, seconds = zip(*(step() for _ in range(warmup + steps)), strict=True)
+    result = results[-1]
+    measured = Measurement(
         parameters=engine.num_parameters,
         flops_per_token=engine.model_flops_per_token,
         build_seconds=build_seconds,
         first_step_seconds=seconds[0],
-        step_seconds=seconds[warmup:],
+        step_seconds=list(seconds[warmup:]),
         loss=result.loss,
         grad_norm=result.grad_norm,
         static_bytes=_largest(torch.cuda.memory_allocated),
         peak_bytes=_largest(torch.cuda.max_memory_allocated),
         reserved_bytes=_largest(torch.cuda.max_memory_reserved),
     )
+    if save is None:
+        return measured
+    return replace(measured, saving=measure_saving(engine, lambda: step()[1], save))
 
 
 def _batches(config: StageConfig) -> list[Any]:

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,11 @@ MEASURED = (
     "steps",
     "build_seconds",
     "first_step_seconds",
+    "save_bytes",
+    "save_copy_seconds",
+    "save_stopped_seconds",
+    "save_complete_seconds",
+    "save_step_seconds",
 )
 """Fields that are None where the configuration did not run."""
 
@@ -100,6 +106,7 @@ def complete(record: Record, measured: Measurement) -> Record:
     rates = [tokens / seconds for seconds in measured.step_seconds]
     rate = tokens / measured.median_seconds
     peak = peak_flops(record["device"])
+    saving = measured.saving
     error = None
     if measured.peak_bytes is not None:
         error = 100 * (record["estimate_bytes"] / measured.peak_bytes - 1)
@@ -118,6 +125,7 @@ def complete(record: Record, measured: Measurement) -> Record:
         "steps": len(measured.step_seconds),
         "build_seconds": measured.build_seconds,
         "first_step_seconds": measured.first_step_seconds,
+        **({} if saving is None else {f"save_{name}": value for name, value in asdict(saving).items()}),
     }
 
 
@@ -172,6 +180,22 @@ COLUMNS = (
     "estimate",
     "loss",
 )
+
+
+def saving_line(record: Record) -> str | None:
+    """What a background save cost, or None where none was measured."""
+    if record["save_bytes"] is None:
+        return None
+    size, copied = record["save_bytes"] / 1e9, record["save_copy_seconds"]
+    meanwhile = "within one step"
+    if record["save_step_seconds"]:
+        usual = record["global_batch_tokens"] / record["tokens_per_second"]
+        meanwhile = f"steps of {record['save_step_seconds']:.3f} s meanwhile, {usual:.3f} s without"
+    return (
+        f"{record['case']}: a save stops training for {record['save_stopped_seconds']:.3f} s; copying a rank's "
+        f"{size:.3g} GB to host memory takes {copied:.3f} s ({size / copied:.1f} GB/s); on disk after "
+        f"{record['save_complete_seconds']:.1f} s, {meanwhile}"
+    )
 
 
 def table(records: Sequence[Record]) -> str:

@@ -10,7 +10,7 @@ from megatron_palimpsa import launcher, parallel
 from megatron_palimpsa.bench.alarm import Alarm
 from megatron_palimpsa.bench.cases import Case
 from megatron_palimpsa.bench.measure import measure
-from megatron_palimpsa.bench.record import Record, RecordFile, complete, describe, table
+from megatron_palimpsa.bench.record import Record, RecordFile, complete, describe, saving_line, table
 from megatron_palimpsa.training.exit_codes import ExitCode
 from megatron_palimpsa.training.memory import estimate_memory
 
@@ -21,8 +21,10 @@ _SIGNS = (_OUT_OF_MEMORY, "CUBLAS_STATUS_ALLOC_FAILED")
 """In the messages of PyTorch's allocator, of NCCL and of cuBLAS."""
 
 
-def run_cases(cases: list[Case], *, warmup: int, steps: int, output: Path | None) -> ExitCode:
+def run_cases(cases: list[Case], *, warmup: int, steps: int, output: Path | None, save: Path | None = None) -> ExitCode:
     """Measure the cases one after the other and report them, on every rank of a launch.
+
+    With `save` each case's state is also saved in the background, to a folder of its name there.
 
     A case without enough device memory is recorded as such. On one rank the next follows; of several, whichever it
     was, every process ends there with exit code 1, because the others may be waiting for the one that has given up.
@@ -38,7 +40,8 @@ def run_cases(cases: list[Case], *, warmup: int, steps: int, output: Path | None
             for number, case in enumerate(cases):
                 logger.info("Case %s: %s", case.name, report.known[number]["overrides"] or "the stage as it is")
                 try:
-                    measured = measure(case.config, warmup=warmup, steps=steps)
+                    folder = None if save is None else save / case.name
+                    measured = measure(case.config, warmup=warmup, steps=steps, save=folder)
                 except RuntimeError as error:
                     if not any(sign in str(error) for sign in _SIGNS):
                         raise
@@ -75,6 +78,8 @@ class _Report:
     def show(self) -> None:
         if self._is_main and self._records:
             logger.info("%s", table(self._records))
+            for line in filter(None, map(saving_line, self._records)):
+                logger.info("%s", line)
 
     def give_up(self, rank: int, number: int) -> None:
         """Rank `rank` of several has no memory for case `number`."""

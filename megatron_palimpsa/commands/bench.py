@@ -28,6 +28,12 @@ def add(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--warmup", type=_count, default=2, metavar="N", help="steps before the clock (%(default)s)")
     parser.add_argument("--steps", type=_count, default=5, metavar="N", help="timed steps (%(default)s)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="append a record a case to a .jsonl or .csv")
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="FOLDER",
+        help="then save each case's state there in the background, and say for how long training stood still",
+    )
     parser.set_defaults(command=_bench)
 
 
@@ -41,4 +47,4 @@ def _bench(options: argparse.Namespace) -> int:
     from megatron_palimpsa import bench, launcher
 
     cases = bench.read_cases(options.config, options.overrides, options.cases, launcher.world_size())
-    return bench.run_cases(cases, warmup=options.warmup, steps=options.steps, output=options.output)
+    return bench.run_cases(cases, warmup=options.warmup, steps=options.steps, output=options.output, save=options.save)

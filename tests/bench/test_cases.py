@@ -45,7 +45,7 @@ def test_a_wrong_case_is_named_before_anything_runs(cases, message):
 
 
 def test_the_ranks_count():
-    with pytest.raises(ConfigError, match="does not divide the 3 ranks"):
+    with pytest.raises(ConfigError, match="does not divide the number of ranks, which is 3"):
         read_cases(STAGE, ["parallel.tp=2"], [], 3)
 
 

@@ -77,3 +77,16 @@ def test_of_several_ranks_all_end_with_the_record_whichever_ran_out(stage, tmp_p
     assert "is out of memory; all ranks end here" in said[0]
     assert "to be started anew without this case: next" in said[0]
     assert "Traceback" not in said[0] + said[1]
+
+
+def test_what_a_background_save_costs(stage, tmp_path, capsys):
+    output, folder = tmp_path / "out.jsonl", tmp_path / "saved"
+    arguments = ["bench", str(stage), "--case", "small", *STEPS, "--output", str(output), "--save", str(folder)]
+    assert cli.main(arguments) == 0
+    record = json.loads(output.read_text())
+    [checkpoint] = folder.glob("small/step-*")
+    assert checkpoint.name == "step-3"
+    assert 0 < record["save_bytes"] < sum(file.stat().st_size for file in checkpoint.iterdir())
+    assert record["save_stopped_seconds"] > 0
+    assert record["save_complete_seconds"] >= record["save_stopped_seconds"]
+    assert "small: a save stops training for 0." in capsys.readouterr().out
