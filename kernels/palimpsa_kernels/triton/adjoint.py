@@ -20,9 +20,9 @@ whose cancelling stays small where the decay does. Other inputs take fp32 sums a
 import triton
 import triton.language as tl
 
-from palimpsa_kernels.triton.adjoint_token import product_sum, step_back, store_columns, store_rows
+from palimpsa_kernels.triton.adjoint_token import column_pointers, product_sum, step_back, store_columns, store_rows
 from palimpsa_kernels.triton.primitives import anew, chunk_bounds, chunk_document, row_copies, row_lanes, thread_sums
-from palimpsa_kernels.triton.tiles import load_boundary, load_columns, load_query_key, tile_offsets, tile_order
+from palimpsa_kernels.triton.tiles import load_boundary, load_columns, load_query_key, tile_offsets
 from palimpsa_kernels.triton.waypoints import fill_waypoints
 
 
@@ -42,16 +42,18 @@ def adjoint_kernel(
     PARTS: tl.constexpr = PARTS_K * PARTS_V
     PAIRS: tl.constexpr = not EXACT
     TILE: tl.constexpr = BLOCK_K * BLOCK_V
-    # The scratch: states before the pairs of tokens of a dense block, then those before each block.
-    own_tile = tile_order(tl.arange(0, BLOCK_K), BLOCK_K, BLOCK_V)[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
-    own = scratch + tl.program_id(0).to(tl.int64) * slots * 2 * TILE
-    waypoints = own + DENSE_BLOCK // 2 * 2 * TILE
-    own_waypoints = waypoints + own_tile
-    own += own_tile
     LANES: tl.constexpr = row_lanes(BLOCK_K, BLOCK_V)
     COPIES: tl.constexpr = row_copies(BLOCK_V)
     ROWS: tl.constexpr = BLOCK_K // LANES
     KEYS: tl.constexpr = (K + ROWS - 1) // ROWS * ROWS
+    # The scratch: states before the pairs of tokens of a dense block, then those before each block. Offsets are those
+    # of `tile_order`, the lane's apart from its rows', so that one address serves all rows of a thread.
+    row = tl.arange(0, BLOCK_K)[:, None]
+    own_tile = row % LANES * (ROWS * BLOCK_V) + tl.arange(0, BLOCK_V)[None, :] + row // LANES * BLOCK_V
+    own = scratch + tl.program_id(0).to(tl.int64) * slots * 2 * TILE
+    waypoints = own + DENSE_BLOCK // 2 * 2 * TILE
+    own_waypoints = waypoints + own_tile
+    own += own_tile
     copy = tl.arange(0, COPIES)[:, None, None]
     within = tl.arange(0, LANES)[None, :, None] * 2 * ROWS + copy * ROWS + tl.arange(0, ROWS)[None, None, :]
     state_size = H * K * V
@@ -106,6 +108,8 @@ def adjoint_kernel(
                 )  # fmt: skip
                 tl.debug_barrier()
 
+            if not EXACT:
+                dv_at = column_pointers(dv_at, dbeta_at, BLOCK_V)
             d_mean = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
             d_importance = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
             d_prior = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)

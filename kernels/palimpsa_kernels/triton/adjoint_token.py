@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from palimpsa_kernels.triton.primitives import (
+    anew,
     column_sums,
     fast_reciprocal,
     row_copies,
@@ -47,10 +48,23 @@ def store_rows(pointer, dq, dk, mask, BLOCK_K: tl.constexpr, BLOCK_V: tl.constex
 
 
 @triton.jit
+def column_pointers(dv, dbeta, BLOCK_V: tl.constexpr):
+    """Where the elements of `column_sums` go. To be formed for each piece of work, not kept in registers over all."""
+    KEPT: tl.constexpr = BLOCK_V // 16
+    ROWS: tl.constexpr = 4 // KEPT
+    row = anew(tl.arange(0, 2 * ROWS))[:, None, None]
+    offs = tl.arange(0, BLOCK_V // 4)[None, :, None] * 4 + row % ROWS * KEPT + tl.arange(0, KEPT)[None, None, :]
+    return tl.where(row < ROWS, dv, dbeta) + offs
+
+
+@triton.jit
 def store_columns(
     dv_pointer, dbeta_pointer, at, dv, dbeta, factor, columns, BLOCK_V: tl.constexpr, EXACT: tl.constexpr
 ):  # fmt: skip
-    """Parts of dv and dbeta from the partial sums of `thread_sums`; below `columns` of BLOCK_V."""
+    """Parts of dv and dbeta from the partial sums of `thread_sums`; EXACT below `columns` of BLOCK_V.
+
+    Otherwise `dv_pointer` holds the `column_pointers` of both.
+    """
     if EXACT:
         offs = tl.arange(0, BLOCK_V)
         inside = offs < columns
@@ -58,12 +72,8 @@ def store_columns(
         dbeta = tl.sum(dbeta, axis=0) * factor
         tl.store(dbeta_pointer + at + offs, dbeta.to(dbeta_pointer.dtype.element_ty), mask=inside)
     else:
-        KEPT: tl.constexpr = BLOCK_V // 16
-        ROWS: tl.constexpr = 4 // KEPT
-        row = tl.arange(0, 2 * ROWS)[:, None, None]
-        offs = tl.arange(0, BLOCK_V // 4)[None, :, None] * 4 + row % ROWS * KEPT + tl.arange(0, KEPT)[None, None, :]
         sums = (column_sums(dv, dbeta, BLOCK_V) * factor).to(dv_pointer.dtype.element_ty)
-        tl.store(tl.where(row < ROWS, dv_pointer, dbeta_pointer) + offs + at, sums)
+        tl.store(dv_pointer + at, sums)
 
 
 @triton.jit

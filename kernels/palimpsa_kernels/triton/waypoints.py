@@ -7,6 +7,7 @@ behind spans have to be as exact as fp32, and divided by the same decays as back
 import triton
 import triton.language as tl
 
+from palimpsa_kernels.triton.primitives import anew
 from palimpsa_kernels.triton.tiles import load_boundary, load_columns, load_query_key, tile_order
 
 
@@ -20,31 +21,30 @@ def split_tf32(x):
 @triton.jit
 def advance(
     mean, importance, keys, values, precisions, weights, begin, end, H, stride_k, stride_v, stride_beta,
-    DENSE: tl.constexpr, WALK: tl.constexpr,
+    DENSE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The states [BLOCK_K, BLOCK_V] behind tokens begin to end - 1, for bf16 keys, by matrix products.
+    """The states [BLOCK_K, BLOCK_V] behind tokens begin to end - 1, at most BLOCK, for bf16 keys, by matrix products.
 
     `weights` are log_alpha where the block is dense, otherwise 1 / a_t, by which the states are divided too.
     """
-    for base in tl.range(begin, end, WALK, num_stages=1):
-        t = base + tl.arange(0, WALK)
-        inside = t < end
-        weight = tl.load(weights + t * H, mask=inside, other=0.0)
-        if DENSE:
-            total = tl.sum(weight)
-            mean *= tl.exp(total)
-            importance *= tl.exp(total)
-            weight = tl.exp(total - tl.cumsum(weight))
-        key = tl.load(keys + t[None, :] * stride_k, mask=inside[None, :], other=0.0).to(tl.float32)
-        value = tl.load(values + t[:, None] * stride_v, mask=inside[:, None], other=0.0).to(tl.float32)
-        high, low = split_tf32(value * weight[:, None])
-        mean = tl.dot(key, high, tl.dot(key, low, mean, input_precision="tf32"), input_precision="tf32")
-        precision = tl.load(precisions + t[:, None] * stride_beta, mask=inside[:, None], other=0.0).to(tl.float32)
-        high, low = split_tf32(precision * weight[:, None])
-        square_high, square_low = split_tf32(key * key)
-        importance = tl.dot(square_high, low, importance, input_precision="tf32")
-        importance = tl.dot(square_low, high, importance, input_precision="tf32")
-        importance = tl.dot(square_high, high, importance, input_precision="tf32")
+    t = begin + tl.arange(0, BLOCK)
+    inside = t < end
+    weight = tl.load(weights + t * H, mask=inside, other=0.0)
+    if DENSE:
+        total = tl.sum(weight)
+        mean *= tl.exp(total)
+        importance *= tl.exp(total)
+        weight = tl.exp(total - tl.cumsum(weight))
+    key = tl.load(keys + t[None, :] * stride_k, mask=inside[None, :], other=0.0).to(tl.float32)
+    value = tl.load(values + t[:, None] * stride_v, mask=inside[:, None], other=0.0).to(tl.float32)
+    high, low = split_tf32(value * weight[:, None])
+    mean = tl.dot(key, high, tl.dot(key, low, mean, input_precision="tf32"), input_precision="tf32")
+    precision = tl.load(precisions + t[:, None] * stride_beta, mask=inside[:, None], other=0.0).to(tl.float32)
+    high, low = split_tf32(precision * weight[:, None])
+    square_high, square_low = split_tf32(key * key)
+    importance = tl.dot(square_high, low, importance, input_precision="tf32")
+    importance = tl.dot(square_low, high, importance, input_precision="tf32")
+    importance = tl.dot(square_high, high, importance, input_precision="tf32")
     return mean, importance
 
 
@@ -105,12 +105,19 @@ def fill_waypoints(
                 mean, importance, pairs, values, precisions, weights, begin, end, H,
                 stride_qk, stride_v, stride_beta, pair_mask, inside_v, BLOCK_K, BLOCK_V, DENSE, EVEN,
             )  # fmt: skip
-        else:
+        elif DENSE:
             mean, importance = advance(
                 mean, importance, k + natural_k, values + columns, precisions + columns, weights, begin, end, H,
-                stride_k, stride_v, stride_beta, DENSE, WALK,
+                stride_k, stride_v, stride_beta, DENSE, DENSE_BLOCK,
             )  # fmt: skip
-        slot = waypoints + place * 2 * TILE + rows * BLOCK_V + columns
+        else:
+            for base in tl.range(begin, end, WALK, num_stages=1):
+                mean, importance = advance(
+                    mean, importance, k + natural_k, values + columns, precisions + columns, weights, base, end, H,
+                    stride_k, stride_v, stride_beta, DENSE, WALK,
+                )  # fmt: skip
+        # Addresses that are formed here take no registers from the products.
+        slot = waypoints + place * 2 * TILE + anew(rows) * BLOCK_V + columns
         tl.store(slot, mean)
         tl.store(slot + TILE, importance)
         begin = end
