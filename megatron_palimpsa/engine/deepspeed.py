@@ -98,6 +98,9 @@ class DeepSpeedEngine(ScheduledEngine):
             )
         if self._stage == 3:
             zero_state.keep_persistent(optimizer)
+        else:
+            # Stage 2 would round each microbatch's gradients to the first group's dtype on their way into the sum.
+            optimizer._gradient_reduction_buffer_dtype = lambda: torch.float32
         self._driven = [_Driven(model, self._engine)]
         place = "the CPU" if zero.offload_optimizer else self._device.type.upper()
         logger.info(

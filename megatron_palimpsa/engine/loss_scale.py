@@ -11,7 +11,8 @@ class LossScale:
     """A fixed scale, or one that follows the gradients.
 
     A dynamic scale is halved at the `hysteresis`-th overflow since it last grew and at each one after, down to
-    `min_loss_scale`, and doubled after `loss_scale_window` steps in a row without one.
+    `min_loss_scale`, and doubled at the step after every `loss_scale_window` in a row without one, as DeepSpeed
+    does it.
     """
 
     def __init__(self, settings: LossScaleConfig) -> None:
@@ -26,11 +27,10 @@ class LossScale:
         if not self._dynamic:
             return
         if math.isfinite(grad_norm):
-            self._good_steps += 1
-            if self._good_steps == self._settings.loss_scale_window:
+            if self._good_steps and self._good_steps % self._settings.loss_scale_window == 0:
                 self.scale *= 2.0
-                self._good_steps = 0
                 self._tolerated = self._settings.hysteresis - 1
+            self._good_steps += 1
             return
         self._good_steps = 0
         if self._tolerated:

@@ -13,15 +13,18 @@ import torch
 from helpers import training_runs
 from helpers.layout_table import STEPS, Layout, Pipeline, stage
 from helpers.runs import make_data, run, write_stage
-from helpers.same_function import FP32, assert_same_function
+from helpers.same_function import FP32, Deviations, assert_same_function
 from helpers.training_runs import Resumed, Run
 from helpers.workers import Workers
 from helpers.zero_stages import zero_stage
 
 from megatron_palimpsa import parallel
-from megatron_palimpsa.config import StageConfig
+from megatron_palimpsa.config import LossScaleConfig, StageConfig
 
 pytest.importorskip("deepspeed")
+
+BF16 = Deviations(loss=1e-6, grad_norm=1e-6, gradient=1e-6, weight=4e-3, token_loss=1e-4)
+FP16 = Deviations(loss=5e-4, grad_norm=2e-3, gradient=1e-2, weight=3e-3, token_loss=3e-2)
 
 LAYOUTS = {
     "dp2": Layout(dp=2),
@@ -126,29 +129,87 @@ def test_where_things_lie_and_in_which_portions_they_move_changes_nothing(
     assert_same_function(runs, one_process_run(stage(layout.one_process), STEPS), layout.tp, FP32)
 
 
+HALF_WITH_SETTINGS = [
+    (1, {}),
+    (2, {}),
+    (3, OFFLOAD_ALL),
+    *(pytest.param(*case, marks=pytest.mark.long) for case in [(0, {}), (3, {}), (1, OFFLOAD), (2, OFFLOAD)]),
+]
+
+
+@pytest.mark.parametrize(("zero", "settings"), HALF_WITH_SETTINGS)
+def test_bf16_is_that_of_the_megatron_engine(
+    zero: int, settings: dict[str, Any], two_ranks: Workers, one_process_run: Callable[[StageConfig, int], Run]
+) -> None:
+    runs = two_ranks.run(
+        training_runs.train, zero_stage(Layout(dp=2), zero, settings, train={"precision": "bf16"}), STEPS
+    )
+    assert_same_function(runs, one_process_run(stage(Layout(), train={"precision": "bf16"}), STEPS), 1, BF16)
+
+
+@pytest.mark.parametrize(("zero", "settings"), HALF_WITH_SETTINGS)
+def test_fp16_follows_fp32(
+    zero: int, settings: dict[str, Any], two_ranks: Workers, one_process_run: Callable[[StageConfig, int], Run]
+) -> None:
+    settings = {**settings, "fp16": LossScaleConfig(initial_scale_power=8)}
+    config = zero_stage(Layout(dp=2), zero, settings, train={"precision": "fp16"})
+    runs = two_ranks.run(training_runs.train, config, STEPS)
+    assert_same_function(runs, one_process_run(stage(Layout()), STEPS), 1, FP16)
+
+
+@pytest.mark.parametrize(("zero", "settings"), [(1, {}), (2, OFFLOAD), (3, {})])
+def test_steps_that_overflow_in_fp16_are_skipped_until_the_scale_is_small_enough(
+    zero: int, settings: dict[str, Any], two_ranks: Workers
+) -> None:
+    scale = LossScaleConfig(initial_scale_power=18, hysteresis=1)
+    config = zero_stage(Layout(dp=2), zero, {**settings, "fp16": scale}, train={"precision": "fp16"})
+    runs: list[Run] = two_ranks.run(training_runs.train_refusing, config, None, 10)
+    skipped = tuple(number for number, step in enumerate(runs[0].steps) if not step.applied)
+    assert 1 < len(skipped) < 8
+    assert skipped == tuple(range(len(skipped)))
+    try:
+        expected = training_runs.train_refusing(stage(Layout()), skipped, 10)
+    finally:
+        parallel.destroy()
+    steps = expected.steps[len(skipped) :]
+    for rank in runs:
+        assert [step.loss for step in rank.steps] == pytest.approx([step.loss for step in expected.steps], rel=1e-3)
+        norms = [step.grad_norm for step in rank.steps[len(skipped) :]]
+        assert norms == pytest.approx([step.grad_norm for step in steps], rel=5e-3)
+        assert rank.learning_rates == expected.learning_rates
+
+
+@pytest.mark.parametrize("settings", [{}, OFFLOAD], ids=["", "offload"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_a_refused_step_and_evaluations_leave_nothing_behind(
-    zero: int, two_ranks: Workers, one_process_run: Callable[[StageConfig, int], Run]
+    zero: int, settings: dict[str, Any], two_ranks: Workers, one_process_run: Callable[[StageConfig, int], Run]
 ) -> None:
-    runs: list[Run] = two_ranks.run(training_runs.train_with_a_refusal, zero_stage(Layout(dp=2), zero))
+    runs: list[Run] = two_ranks.run(training_runs.train_refusing, zero_stage(Layout(dp=2), zero, settings), (1,))
     try:
-        expected = training_runs.train_with_a_refusal(stage(Layout()))
+        expected = training_runs.train_refusing(stage(Layout()), (1,))
     finally:
         parallel.destroy()
     assert [step.applied for step in runs[0].steps] == [True, False, True, True]
     assert_same_function(runs, expected, 1, FP32)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(
-    ("layout", "zero"),
-    [(Layout(dp=2), 1), (Layout(dp=2), 2), (Layout(dp=2), 3), (Layout(tp=2, sequence_parallel=True), 3)],
-    ids=["dp2-zero1", "dp2-zero2", "dp2-zero3", "tp2-sp-zero3"],
-)
+def resumed() -> Iterator[Any]:
+    sequence = Layout(tp=2, sequence_parallel=True)
+    kept = [(Layout(dp=2), zero, {}) for zero in (0, 1, 2, 3)] + [(sequence, 3, {})]
+    offloaded = [(Layout(dp=2), 1, OFFLOAD), (Layout(dp=2), 2, OFFLOAD), (sequence, 3, OFFLOAD_ALL)]
+    often = {("bf16", index) for index in (1, 3, 5)} | {("fp32", 2), ("fp32", 7), ("fp16", 3)}
+    for precision in ("fp32", "bf16", "fp16"):
+        for index, (layout, zero, settings) in enumerate([*kept, *offloaded]):
+            marks = [] if (precision, index) in often else [pytest.mark.long]
+            name = f"{precision}-{layout.name}-zero{zero}{'-offload' if settings else ''}"
+            yield pytest.param(layout, zero, settings, precision, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("layout", "zero", "settings", "precision"), list(resumed()))
 def test_resumed_it_goes_on_bit_for_bit(
-    layout: Layout, zero: int, precision: str, two_ranks: Workers, tmp_path: Path
+    layout: Layout, zero: int, settings: dict[str, Any], precision: str, two_ranks: Workers, tmp_path: Path
 ) -> None:
-    config = zero_stage(layout, zero, train={"precision": precision})
+    config = zero_stage(layout, zero, settings, train={"precision": precision})
     saved: list[Resumed] = two_ranks.run(training_runs.train_and_save, config, 2, 2, tmp_path)
     loaded: list[Resumed] = two_ranks.run(training_runs.load_and_train, config, 2, 2, tmp_path, False)
     for before, after in zip(saved, loaded, strict=True):

@@ -170,8 +170,8 @@ def test_recomputation_on_dp2_changes_nothing(
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_a_refused_step_and_evaluations_on_dp2_leave_nothing_behind(zero: int, gpus: Workers) -> None:
-    [expected] = gpus.run_on(1, training_runs.train_with_a_refusal, stage(Layout(), **sections("fp32")))
-    runs = gpus.run(training_runs.train_with_a_refusal, zero_stage(Layout(dp=2), zero, **sections("fp32")))
+    [expected] = gpus.run_on(1, training_runs.train_refusing, stage(Layout(), **sections("fp32")), (1,))
+    runs = gpus.run(training_runs.train_refusing, zero_stage(Layout(dp=2), zero, **sections("fp32")), (1,))
     assert [step.applied for step in runs[0].steps] == [True, False, True, True]
     assert_same_function(runs, expected, 1, FP32)
 

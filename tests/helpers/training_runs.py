@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import threading
 from collections.abc import Iterator
@@ -76,14 +77,21 @@ def share_of_batches(config: StageConfig, first_step: int) -> Iterator[Batch]:
         index += ranks
 
 
-def train_with_a_refusal(config: StageConfig) -> Run:
-    """Four steps of which the second is refused, each followed by an evaluation."""
+def train_refusing(config: StageConfig, refused: tuple[int, ...] | None, steps: int = 4) -> Run:
+    """Steps of which those numbered are refused, or, with None, those whose gradients are not finite.
+
+    Each is followed by an evaluation.
+    """
     with layout(config):
         engine = build_engine(config)
         batches = share_of_batches(config, 0)
         results, rates = [], []
-        for step in range(4):
-            results.append(engine.train_step(batches, lambda loss, grad_norm, step=step: step != 1))
+        for step in range(steps):
+
+            def accept(loss: float, grad_norm: float, step: int = step) -> bool:
+                return math.isfinite(grad_norm) if refused is None else step not in refused
+
+            results.append(engine.train_step(batches, accept))
             rates.append(engine.learning_rate)
             evaluation, loss = engine.evaluate([random_batch(config, seed=900 + index) for index in range(3)])
         weights = shares(engine, gradients=False)
