@@ -1,0 +1,120 @@
+"""Chains of tiny stages on a real SLURM of virtual nodes, and what befalls them."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from helpers.mini_slurm import MiniSlurm, wait_until
+from helpers.runs import Events, read_checkpoint, train_on_ranks, write_stage
+from megatron_palimpsa import cli
+
+STEPS = 8
+PATIENCE = 900.0  # seconds; other programs may want the cores
+
+
+class FaultyChain:
+    """Stages of 8 steps on two nodes, saved every second step; `plan` as in `faults/sitecustomize.py`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        data: Path,
+        cluster: MiniSlurm,
+        stages: int,
+        plan: Mapping[str, Mapping[int, tuple[str, int]]],
+        job: Mapping[str, Any] | None = None,
+        train: Mapping[str, Any] | None = None,
+        processes: int = 2,
+    ) -> None:
+        """`processes` of each node; `job` and `train` go over the settings of the job and the stages."""
+        self.cluster = cluster
+        self.ranks = 2 * processes
+        self.faults = folder / "faults"
+        self.faults.mkdir()
+        (self.faults / "plan.json").write_text(json.dumps(plan))
+        self.run = folder / "runs"
+        self.names = [f"stage-{number}" for number in range(1, stages + 1)]
+        self.recipes = write_chain(folder, data, stages, **(train or {}))
+        hook = str(Path(__file__).parent / "faults")
+        variables = {"PYTHONPATH": f"{hook}:{os.environ.get('PYTHONPATH', '')}", "FAULTS": str(self.faults)}
+        settings = {"time": "60", "nodes": 2, "gpus_per_node": 0, "processes_per_node": processes}
+        settings |= {"preflight": None, "variables": variables | {"OMP_NUM_THREADS": "1"}, **(job or {})}
+        self.job = folder / "job.yaml"
+        self.job.write_text(yaml.safe_dump(settings))
+
+    def submit(self) -> None:
+        assert cli.main(["submit", *map(str, self.recipes), "--job", str(self.job)]) == 0
+
+    def job_id(self, stage: str) -> str:
+        return str(json.loads((self.run / stage / "job" / "submission.json").read_text())["job_id"])
+
+    def state(self, stage: str) -> str:
+        return self.cluster.state(self.job_id(stage))
+
+    def wait_for(self, stage: str, *states: str) -> None:
+        wait_until(f"{states} of {stage}", lambda: self.state(stage) in states, PATIENCE)
+
+    def wait_at(self, stage: str, step: int) -> None:
+        """Until the fault of a step has come."""
+        wait_until(f"step {step} of {stage}", (self.faults / f"at-{stage}-{step}").exists, PATIENCE)
+
+    def go_on(self, stage: str, step: int) -> None:
+        (self.faults / f"go-{stage}-{step}").touch()
+
+    def log(self, stage: str) -> str:
+        return "".join(path.read_text() for path in sorted((self.run / stage / "logs").glob("job-*.log")))
+
+    def rank_logs(self, stage: str, attempt: int) -> list[str]:
+        folder = self.run / stage / "logs" / f"{self.job_id(stage)}-restart-{attempt}"
+        return [(folder / f"rank-{rank}.log").read_text() for rank in range(self.ranks)]
+
+    def seconds_lost(self, stage: str, step: int) -> float:
+        """From a fault before a step until that step was done."""
+        begin = float((self.faults / f"at-{stage}-{step}").read_text())
+        done = [line.split() for line in (self.faults / "steps").read_text().splitlines()]
+        return min(float(at) for name, number, at in done if name == stage and int(number) == step) - begin
+
+
+class Unbroken:
+    """The stages of chains that nothing befalls, each trained on this machine when it is first asked for."""
+
+    def __init__(self, folder: Path, data: Path) -> None:
+        self._folder = folder
+        self._data = data
+
+    def weights(self, stage: str, ranks: int) -> dict[str, Any]:
+        folder = self._folder / str(ranks)
+        folder.mkdir(exist_ok=True)
+        number = int(stage.removeprefix("stage-"))
+        for recipe in write_chain(folder, self._data, number):
+            if not (folder / "runs" / recipe.stem / "STAGE_COMPLETE").exists():
+                assert train_on_ranks(recipe, ranks=[Events()] * ranks) == [0] * ranks
+        return weights(folder / "runs", stage)
+
+
+def write_chain(folder: Path, data: Path, stages: int, **train: Any) -> list[Path]:
+    changes = {"tokens": STEPS * 128, "global_batch_tokens": 128, "eval_interval": STEPS, **train}
+    recipes = []
+    for number in range(1, stages + 1):
+        source = {"init_from": {"stage": f"stage-{number - 1}"}} if number > 1 else {}
+        checkpoint = {"interval": 2, "keep": 8}
+        recipes.append(write_stage(folder, data, f"stage-{number}", train=changes, checkpoint=checkpoint, **source))
+    return recipes
+
+
+def weights(run: Path, stage: str) -> dict[str, Any]:
+    """All tensors of a stage's last checkpoint."""
+    with tempfile.TemporaryDirectory() as scratch:
+        return read_checkpoint(run / stage / "checkpoints" / f"step-{STEPS}", Path(scratch))
+
+
+def assert_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    assert [key for key in one if not one[key].equal(other[key])] == []
