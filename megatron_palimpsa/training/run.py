@@ -20,6 +20,8 @@ from megatron_palimpsa.training.wandb_log import check_usable
 
 logger = logging.getLogger(__name__)
 
+_LOCK_PATIENCE = 120.0
+
 
 def train(config: StageConfig) -> ExitCode:
     """Train the stage, or go on where it stopped; on every rank.
@@ -45,7 +47,9 @@ def train(config: StageConfig) -> ExitCode:
     source, data = _check_inputs(config, folder)
     is_main = launcher.rank() == 0
     # Listening begins before the slow start: a signal during it is obeyed before the first step.
-    with stop.listening(), folder.locked() if is_main else contextlib.nullcontext():
+    # A job that is requeued may find ranks of its last attempt that have not noticed yet that their node is lost.
+    patience = 0.0 if launcher.stop_file() is None else _LOCK_PATIENCE
+    with stop.listening(), folder.locked(patience) if is_main else contextlib.nullcontext():
         if is_main:
             folder.write_config(config)
         from megatron_palimpsa.training.loop import train_stage

@@ -9,9 +9,10 @@ import logging
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatron_palimpsa.config import ConfigError, StageConfig, load_stage, save_resolved, to_dict
 
@@ -145,27 +146,41 @@ class RunFolder:
         return False
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self, patience: float = 0.0) -> Iterator[None]:
         """Hold the folder for this process; the kernel lets go of the lock however the process ends.
+
+        Args:
+            patience: seconds that another process is given to end.
 
         Raises:
             ConfigError: another process trains into this folder.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / ".lock").open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not self._lock(file, patience):
                 file.seek(0)
                 holder = file.read().strip() or "unknown"
-                raise ConfigError(f"{self.path}: another process trains into this folder ({holder})") from None
-            except OSError as error:
-                # Lustre and some NFS mounts offer no locks.
-                logger.warning("%s: cannot be locked against a second process: %s", self.path, error)
+                raise ConfigError(f"{self.path}: another process trains into this folder ({holder})")
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
             yield
+
+    def _lock(self, file: IO[str], patience: float) -> bool:
+        """Whether no other process holds the lock, or none after so many seconds."""
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(min(1.0, patience))
+                continue
+            except OSError as error:
+                # Lustre and some NFS mounts offer no locks.
+                logger.warning("%s: cannot be locked against a second process: %s", self.path, error)
+            return True
 
 
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Training on a real SLURM over 2 nodes x 2 processes, through faults, ends with the weights of a run without any."""
 
+import time
+
 import pytest
 from helpers.chains import PATIENCE, FaultyChain, Unbroken, assert_same, weights
 from helpers.mini_slurm import mini_slurm, reason_to_skip, wait_until
@@ -126,6 +128,7 @@ def test_preempted_job_saves_in_its_grace_time_and_goes_on(start, cluster, tell)
     wait_until(
         "the preemption", lambda: "PreemptTime=2" in cluster.call("scontrol", "show", "job", chain.job_id("stage-1"))
     )
+    time.sleep(35)  # torchrun gives ranks 30 s, where it listens
     chain.go_on("stage-1", 3)
     wait_until("the other job", lambda: cluster.state(other) == "COMPLETED", PATIENCE)
     chain.wait_for("stage-1", "COMPLETED")

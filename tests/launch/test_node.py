@@ -45,6 +45,8 @@ def test_node_that_is_not_in_the_list_is_refused(monkeypatch):
 def test_torchrun_meets_at_the_head_node(tmp_path):
     arguments = node.torchrun(node._parse(options(tmp_path, "train", "--dry-run", "a b.yaml")), 1)
     assert arguments[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    # Deaf to SIGTERM, which would have it kill the ranks.
+    assert "--signals-to-handle=SIGINT" in arguments
     for wanted in ("--nnodes=3", "--node-rank=1", "--nproc-per-node=4", "--master-addr=node7", "--master-port=20001"):
         assert wanted in arguments
     assert arguments[-6:] == ["-m", "palimpsa_launch.rank", str(tmp_path), "train", "--dry-run", "a b.yaml"]

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 from helpers.stages import tiny_stage
@@ -137,6 +138,18 @@ def test_two_processes_do_not_share_a_folder_and_a_killed_one_lets_go(folder):
     assert holder.returncode == -signal.SIGKILL
     with folder.locked():
         pass
+
+
+def test_who_is_patient_gets_the_folder_when_the_other_ends(folder):
+    with subprocess.Popen([sys.executable, "-c", _HOLD, str(folder.path)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(ConfigError, match="another process"):
+            folder.locked(patience=0.2).__enter__()
+        killer = threading.Timer(0.3, holder.kill)
+        killer.start()
+        with folder.locked(patience=30):
+            pass
+        killer.join()
 
 
 def test_disk_space_counts_what_is_still_to_be_written(folder, monkeypatch):
