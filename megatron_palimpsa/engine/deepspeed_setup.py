@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,22 +45,30 @@ def mixed_dtypes(deepspeed: Any) -> Iterator[None]:
     """Within it DeepSpeed's stage 3 takes parameters of more than one dtype, one after another.
 
     It keeps all partitions in one buffer, and all partitions in host memory in buffers, of one dtype; parameters that
-    stay in float32 get buffers of their own here.
+    stay in float32 get buffers of their own here. Gradients to step with, which it allocates for optimizers that want
+    them from the start, are left out: they are stretches of the buffer that it adds up in (`zero_state`).
     """
     stage3 = deepspeed.runtime.zero.stage3
-    optimizer = stage3.DeepSpeedZeroOptimizer_Stage3
-    of_one_dtype, in_host_memory = stage3.defragment, optimizer._create_param_groups_fp16_flat_cpu_memory
-
-    def by_dtype(tensors: list[torch.Tensor]) -> _Buffers:
-        return _Buffers([of_one_dtype(list(same)) for _, same in itertools.groupby(tensors, lambda t: t.dtype)])
-
-    stage3.defragment = by_dtype
-    optimizer._create_param_groups_fp16_flat_cpu_memory = _host_buffers
+    replaced = {
+        (stage3, "defragment"): _by_dtype(stage3.defragment),
+        (stage3.DeepSpeedZeroOptimizer_Stage3, "_create_param_groups_fp16_flat_cpu_memory"): _host_buffers,
+        (stage3.DeepSpeedZeroOptimizer_Stage3, "initialize_optimizer_states"): lambda optimizer: None,
+    }
+    originals = {place: getattr(*place) for place in replaced}
+    for place, ours in replaced.items():
+        setattr(*place, ours)
     try:
         yield
     finally:
-        stage3.defragment = of_one_dtype
-        optimizer._create_param_groups_fp16_flat_cpu_memory = in_host_memory
+        for place, theirs in originals.items():
+            setattr(*place, theirs)
+
+
+def _by_dtype(of_one_dtype: Callable[[list[torch.Tensor]], torch.Tensor]) -> Callable[[list[torch.Tensor]], _Buffers]:
+    def defragment(tensors: list[torch.Tensor]) -> _Buffers:
+        return _Buffers([of_one_dtype(list(same)) for _, same in itertools.groupby(tensors, lambda t: t.dtype)])
+
+    return defragment
 
 
 def _host_buffers(optimizer: Any) -> None:

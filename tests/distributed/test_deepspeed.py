@@ -27,6 +27,7 @@ BF16 = Deviations(loss=1e-6, grad_norm=1e-6, gradient=1e-6, weight=4e-3, token_l
 FP16 = Deviations(loss=5e-4, grad_norm=2e-3, gradient=1e-2, weight=3e-3, token_loss=3e-2)
 
 LAYOUTS = {
+    "one": Layout(),
     "dp2": Layout(dp=2),
     "dp2-untied": Layout(dp=2, tied=False),
     "tp2": Layout(tp=2),
@@ -37,10 +38,16 @@ LAYOUTS = {
     "pp2-untied": Layout(pipeline=Pipeline(2, 1), tied=False),
 }
 LARGE_LAYOUTS = {
+    "one-untied": Layout(tied=False),
     "tp2-sp-dp2": Layout(tp=2, sequence_parallel=True, dp=2),
+    "tp2-dp2-untied": Layout(tp=2, dp=2, tied=False),
     "dp4": Layout(dp=4),
     "pp2-dp2": Layout(pipeline=Pipeline(2, 1), dp=2),
+    "pp2-dp2-untied": Layout(pipeline=Pipeline(2, 1), dp=2, tied=False),
     "tp2-sp-pp2": Layout(tp=2, sequence_parallel=True, pipeline=Pipeline(2, 1)),
+    "tp2-pp2-untied": Layout(tp=2, pipeline=Pipeline(2, 1), tied=False),
+    "tp2-pp2-dp2": Layout(tp=2, pipeline=Pipeline(2, 1), dp=2),
+    "tp2-sp-pp2-dp2-untied": Layout(tp=2, sequence_parallel=True, pipeline=Pipeline(2, 1), dp=2, tied=False),
 }
 
 
@@ -54,35 +61,40 @@ def cases(layouts: dict[str, Layout], stages: tuple[int, ...] = (0, 1, 2, 3)) ->
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Iterator[Workers]:
-    """Their own processes: DeepSpeed numbers modules over a process's life, and the numbers must agree."""
-    workers = Workers(2)
-    yield workers
-    workers.close()
+def ranks() -> Iterator[Callable[[int], Workers]]:
+    """Processes for each size: DeepSpeed numbers modules over a process's life, and the numbers must agree."""
+    by_size: dict[int, Workers] = {}
+    yield lambda size: by_size.setdefault(size, Workers(size))
+    for workers in by_size.values():
+        workers.close()
 
 
 @pytest.fixture(scope="module")
-def four_ranks() -> Iterator[Workers]:
-    workers = Workers(4)
-    yield workers
-    workers.close()
+def two_ranks(ranks: Callable[[int], Workers]) -> Workers:
+    return ranks(2)
 
 
 @pytest.mark.parametrize(("layout", "zero"), cases(LAYOUTS))
 def test_a_zero_stage_computes_what_one_process_does(
-    layout: Layout, zero: int, two_ranks: Workers, one_process_run: Callable[[StageConfig, int], Run]
+    layout: Layout,
+    zero: int,
+    ranks: Callable[[int], Workers],
+    one_process_run: Callable[[StageConfig, int], Run],
 ) -> None:
-    runs = two_ranks.run(training_runs.train, zero_stage(layout, zero), STEPS)
+    runs = ranks(layout.ranks).run(training_runs.train, zero_stage(layout, zero), STEPS)
     expected = one_process_run(stage(layout.one_process), STEPS)
     assert_same_function(runs, expected, layout.tp, FP32)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("layout", "zero"), cases(LARGE_LAYOUTS))
-def test_so_it_does_on_four_ranks(
-    layout: Layout, zero: int, four_ranks: Workers, one_process_run: Callable[[StageConfig, int], Run]
+def test_so_it_does_in_larger_layouts(
+    layout: Layout,
+    zero: int,
+    ranks: Callable[[int], Workers],
+    one_process_run: Callable[[StageConfig, int], Run],
 ) -> None:
-    runs = four_ranks.run(training_runs.train, zero_stage(layout, zero), STEPS)
+    runs = ranks(layout.ranks).run(training_runs.train, zero_stage(layout, zero), STEPS)
     expected = one_process_run(stage(layout.one_process), STEPS)
     assert_same_function(runs, expected, layout.tp, FP32)
 
