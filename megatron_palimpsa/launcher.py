@@ -38,6 +38,11 @@ def world_size() -> int:
     return _ranks()[1]
 
 
+def is_requeued() -> bool:
+    """Whether this is a later attempt of a SLURM job."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+
+
 def stop_file() -> Path | None:
     """The file whose appearance asks to save and stop; None where nobody can ask that way."""
     name = os.environ.get("PALIMPSA_STOP_FILE")

@@ -48,7 +48,7 @@ def train(config: StageConfig) -> ExitCode:
     is_main = launcher.rank() == 0
     # Listening begins before the slow start: a signal during it is obeyed before the first step.
     # A job that is requeued may find ranks of its last attempt that have not noticed yet that their node is lost.
-    patience = 0.0 if launcher.stop_file() is None else _LOCK_PATIENCE
+    patience = _LOCK_PATIENCE if launcher.is_requeued() else 0.0
     with stop.listening(), folder.locked(patience) if is_main else contextlib.nullcontext():
         if is_main:
             folder.write_config(config)

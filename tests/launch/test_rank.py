@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 from helpers.runs import write_stage
 
 from megatron_palimpsa import cli, launcher
@@ -22,10 +23,13 @@ def test_wrong_input_is_in_the_log_and_2_in_the_exit_file(tmp_path):
     assert "cannot read the configuration" in (tmp_path / "rank-3.log").read_text()
 
 
-def test_stop_file_saves_and_ends_with_75(tmp_path, tiny_data, monkeypatch):
+@pytest.mark.parametrize(("launcher", "code"), [("torchrun", 0), ("another", 75)])
+def test_stop_file_saves_and_ends_with_75_or_as_torchrun_takes_it(tmp_path, tiny_data, monkeypatch, launcher, code):
+    if launcher == "torchrun":
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("PALIMPSA_STOP_FILE", str(tmp_path / "STOP"))
     (tmp_path / "STOP").touch()
-    assert start_rank(tmp_path, "train", write_stage(tmp_path, tiny_data)).returncode == 75
+    assert start_rank(tmp_path, "train", write_stage(tmp_path, tiny_data)).returncode == code
     assert (tmp_path / "rank-0.exit").read_text() == "75\n"
     assert "stop file found: saved at step 0 of 8" in (tmp_path / "rank-0.log").read_text()
 

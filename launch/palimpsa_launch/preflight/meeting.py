@@ -55,18 +55,21 @@ def meet(job: Job, number: int, ask_self: Callable[[], dict[str, Any]]) -> tuple
     Raises:
         torch.distributed.DistError: the head node cannot be reached, or no longer.
     """
-    patience = timedelta(seconds=4 * job.bounds.seconds)
     if number:
-        return _attend(_store(job, patience, is_head=False), job, number, ask_self), None
-    held = _store(job, patience, is_head=True)
+        return _attend(_store(job, is_head=False), job, number, ask_self), None
+    held = _store(job, is_head=True)
     with ThreadPoolExecutor(1) as pool:
         report = pool.submit(_lead, held, job)
-        is_good = _attend(_store(job, patience, is_head=False), job, number, ask_self)
+        is_good = _attend(_store(job, is_head=False), job, number, ask_self)
         return is_good, report.result()
 
 
-def _store(job: Job, patience: timedelta, *, is_head: bool) -> dist.TCPStore:
-    return dist.TCPStore(job.nodes[0], job.port, is_master=is_head, timeout=patience, wait_for_workers=False)
+def _store(job: Job, *, is_head: bool) -> dist.TCPStore:
+    patience = timedelta(seconds=job.bounds.seconds)
+    store = dist.TCPStore(job.nodes[0], job.port, is_master=is_head, timeout=patience, wait_for_workers=False)
+    # Between two words of the head node's lie a silent node, a test that hangs, and both.
+    store.set_timeout(4 * patience)
+    return store
 
 
 def _attend(store: dist.TCPStore, job: Job, number: int, ask_self: Callable[[], dict[str, Any]]) -> bool:

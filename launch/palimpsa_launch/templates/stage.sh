@@ -182,10 +182,12 @@ if [[ -e $stage_folder/STAGE_COMPLETE ]]; then
     say "the stage is complete"
     exit 0
 fi
-# torchrun ends with 1 whatever its ranks end with; each leaves its own exit code beside its log.
+# torchrun says little of what its ranks end with; each leaves its own exit code beside its log.
 codes=" $(cat "$log_folder"/rank-*.exit 2>/dev/null | tr '\n' ' ' || true)"
-# Nodes that were killed have left what they compiled.
-(SLURM_TIMELIMIT=1 on_every_node palimpsa_launch.node_folder "$local_folder") 2>/dev/null || true
+if ((status)); then
+    # Nodes whose part was killed have left what they compiled.
+    (SLURM_TIMELIMIT=1 on_every_node palimpsa_launch.node_folder "$local_folder") 2>/dev/null || true
+fi
 last_step=$(newest_step)
 say "stopped at step $last_step; srun ended with $status, the ranks with:${codes:- }"
 if grep -qs '^Timeout (' "$log_folder"/rank-*.log; then
