@@ -76,10 +76,12 @@ class FaultyChain:
         return [(folder / f"rank-{rank}.log").read_text() for rank in range(self.ranks)]
 
     def seconds_lost(self, stage: str, step: int) -> float:
-        """From a fault before a step until that step was done."""
-        begin = float((self.faults / f"at-{stage}-{step}").read_text())
+        """From a fault, or the last step that its attempt still did, until a later attempt had done one step more."""
+        begin, attempt = (self.faults / f"at-{stage}-{step}").read_text().split()
         done = [line.split() for line in (self.faults / "steps").read_text().splitlines()]
-        return min(float(at) for name, number, at in done if name == stage and int(number) == step) - begin
+        of_stage = [(int(number), float(at), by) for name, number, at, by in done if name == stage]
+        last, end = max(((number, at) for number, at, by in of_stage if by == attempt), default=(step - 1, 0.0))
+        return min(at for number, at, _ in of_stage if number > last) - max(float(begin), end)
 
 
 class Unbroken:

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 _LOOP = "megatron_palimpsa.training.loop"
+_ATTEMPT = f"{os.environ.get('SLURM_JOB_ID')}-{os.environ.get('SLURM_RESTART_COUNT', 0)}"
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -48,7 +49,7 @@ def _put_into(loop) -> None:
             result = take_step(batches, accept)
             if os.environ["RANK"] == "0":
                 with Path(os.environ["FAULTS"], "steps").open("a") as file:
-                    file.write(f"{config.name} {step} {time.time()}\n")
+                    file.write(f"{config.name} {step} {time.time()} {_ATTEMPT}\n")
             return result
 
         engine.train_step = train_step
@@ -64,7 +65,7 @@ def _befall(stage: str, step: int) -> None:
     fired = folder / f"at-{stage}-{step}"
     if int(os.environ["RANK"]) != rank or fired.exists():
         return
-    fired.write_text(str(time.time()))
+    fired.write_text(f"{time.time()} {_ATTEMPT}")
     if what == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     while what == "hang" or not (folder / f"go-{stage}-{step}").exists():
