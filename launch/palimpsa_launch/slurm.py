@@ -33,13 +33,17 @@ class QueuedJob:
         return self.state == "RUNNING"
 
 
-def check_submission(script: str) -> None:
+def check_submission(script: str, partition: str | None) -> None:
     """Let sbatch check partition, account, QOS, constraint, size and time limit; nothing is submitted.
 
     Raises:
-        ConfigError: with sbatch's own message.
+        ConfigError: with sbatch's own message, and what the partition has where too much was asked of it.
     """
-    _sbatch(["--test-only"], script)
+    try:
+        _sbatch(["--test-only"], script)
+    except ConfigError as error:
+        too_much = re.search(r"[Nn]ode|generic resource|processors|CPU|[Mm]emory", str(error))
+        raise ConfigError(f"{error}{_offer(partition) if too_much else ''}") from None
 
 
 def submit(script: str, after: Sequence[str], *, array: str | None = None) -> str:
@@ -116,6 +120,19 @@ def ended_states(jobs: Sequence[str]) -> dict[str, str]:
 def _rank(job: QueuedJob) -> int:
     """Running before waiting before failed before completed: the state of an array of many tasks."""
     return 3 if job.is_running else 2 if job.is_alive else 0 if job.state == "COMPLETED" else 1
+
+
+def _offer(partition: str | None) -> str:
+    """What a partition's nodes have, in words; "" where sinfo does not say."""
+    named = [f"--partition={partition}"] if partition else []
+    answer = _call(["sinfo", "--noheader", *named, "--format=%P|%D|%c|%G"])
+    lines = [line.split("|") for line in answer.stdout.splitlines() if line.count("|") == 3]
+    kinds = [
+        f"{name.rstrip('*')} has {nodes} nodes of {cores} cores and {'no GPUs' if gpus == '(null)' else gpus}"
+        for name, nodes, cores, gpus in lines
+        if partition or name.endswith("*")
+    ]
+    return f"; {', '.join(kinds)}" if kinds else ""
 
 
 def _sbatch(options: Sequence[str], script: str) -> str:

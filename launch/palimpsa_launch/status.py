@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +35,11 @@ class StepStatus:
 def statuses(steps: Sequence[RunStep]) -> list[StepStatus]:
     """Of a run's steps in order."""
     forgotten = [
-        step.submission.job_id
+        job
         for step in steps
-        if step.submission and step.submission.job_id and step.submission.main not in step.queued
+        if step.submission and not step.is_complete
+        for name, job in step.submission.jobs.items()
+        if name not in step.queued
     ]
     ended = slurm.ended_states(forgotten)
     found: list[StepStatus] = []
@@ -67,7 +70,19 @@ def _status(step: RunStep, before: Sequence[StepStatus], ended: dict[str, str]) 
     if main is not None and main.is_alive:
         requeued = "requeued; " if step.attempt is not None else ""
         return StepStatus(step, "waiting", f"{requeued}SLURM says {main.reason}" + _after(main.reason, before))
-    return _ended(step, before, main.state if main else ended.get(step.submission.job_id or "", ""))
+    return _ended(step, before, _end_state(step, ended))
+
+
+def _end_state(step: RunStep, ended: dict[str, str]) -> str:
+    """How SLURM says that a step ended: what failed counts, not what fell with it; "" where it says nothing."""
+    assert step.submission is not None
+    states = {
+        job: step.queued[name].state if name in step.queued else ended.get(job, "")
+        for name, job in step.submission.jobs.items()
+        if name != "evaluation"
+    }
+    failed = [state for state in states.values() if state not in ("", "COMPLETED", "CANCELLED")]
+    return failed[0] if failed else states.get(step.submission.job_id or "", "")
 
 
 def _ended(step: RunStep, before: Sequence[StepStatus], state: str) -> StepStatus:
@@ -122,10 +137,16 @@ def _last_error(step: RunStep) -> str | None:
     if step.submission is None:
         return None
     for log in _job_logs(step):
-        errors = [line for line in read_text(log).splitlines() if line.startswith("megatron-palimpsa: error: ")]
-        if errors:
-            return errors[-1].removeprefix("megatron-palimpsa: error: ")
+        _, found, error = read_text(log).rpartition("megatron-palimpsa: error: ")
+        if found:
+            lines = itertools.takewhile(_is_of_message, error.splitlines())
+            return " ".join(line.strip() for line in lines)
     return None
+
+
+def _is_of_message(line: str) -> bool:
+    """A message of several lines ends where srun or the batch script goes on."""
+    return bool(line.strip()) and not line.startswith("srun: ") and " launch: " not in line
 
 
 def _cells(status: StepStatus) -> tuple[str, ...]:

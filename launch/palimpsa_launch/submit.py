@@ -33,7 +33,7 @@ def submit_chain(steps: Sequence[PlannedStep]) -> dict[str, str]:
     for step in left:
         _check_no_job(step)
         for job in step.jobs:
-            slurm.check_submission(job.script)
+            slurm.check_submission(job.script, step.job.partition)
     if not left:
         return {}
     run = left[0].folder.parent

@@ -57,7 +57,7 @@ MinJobAge=300
 JobRequeue=1
 EnforcePartLimits=ALL
 NodeName=node[1-{nodes}] NodeHostname=node[1-{nodes}] NodeAddr=127.0.1.[1-{nodes}] Port=[{first}-{last}] CPUs=8 \
-SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCore=1 RealMemory=16000 State=UNKNOWN
+SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCore=1 RealMemory=16000 State=UNKNOWN{gres}
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 PartitionName=short Nodes=ALL MaxTime=10 State=UP
 """
@@ -88,15 +88,15 @@ def wait_until[T](what: str, condition: Callable[[], T], seconds: float = 120) -
 
 
 @contextmanager
-def mini_slurm(nodes: int = 2, extra: str = "") -> Iterator[MiniSlurm]:
-    """A started cluster in a folder of its own; `extra` are more lines of slurm.conf."""
+def mini_slurm(nodes: int = 2, extra: str = "", gpus: int = 0) -> Iterator[MiniSlurm]:
+    """A started cluster in a folder of its own; `extra` are more lines of slurm.conf, `gpus` (0 to 4) a node's."""
     # Munge wants a folder that every user may enter, which pytest's are not.
     folder = Path(tempfile.mkdtemp(prefix="mini-slurm-"))
     folder.chmod(0o755)
     # The shell sees the end of its input however this process ends.
     command = ["bash", "-c", 'trap "" INT TERM HUP; cat >/dev/null; sleep 1; rm -rf -- "$1"', "_", str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
-        cluster = MiniSlurm(folder, nodes, extra)
+        cluster = MiniSlurm(folder, nodes, extra, gpus)
         try:
             cluster.start()
             yield cluster
@@ -107,10 +107,11 @@ def mini_slurm(nodes: int = 2, extra: str = "") -> Iterator[MiniSlurm]:
 class MiniSlurm:
     """Clients need SLURM_CONF=`conf`."""
 
-    def __init__(self, folder: Path, nodes: int, extra: str) -> None:
+    def __init__(self, folder: Path, nodes: int, extra: str, gpus: int) -> None:
         self.folder = folder
         self.conf = folder / "slurm.conf"
         self._extra = extra
+        self._gpus = gpus
         self._nodes = [f"node{number}" for number in range(1, nodes + 1)]
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -126,7 +127,12 @@ class MiniSlurm:
         (folder / "hosts").write_text(Path("/etc/hosts").read_text() + names)
         host = socket.gethostname().split(".")[0]
         count = len(self._nodes)
-        conf = _CONF.format(host=host, port=port, folder=folder, nodes=count, first=port + 1, last=port + count)
+        gres = f" Gres=gpu:{self._gpus}\nGresTypes=gpu" if self._gpus else ""
+        devices = ["null", "zero", "full", "random"][: self._gpus]  # any that are there: nothing opens them
+        (folder / "gres.conf").write_text("".join(f"Name=gpu File=/dev/{name}\n" for name in devices))
+        conf = _CONF.format(
+            host=host, port=port, folder=folder, nodes=count, first=port + 1, last=port + count, gres=gres
+        )
         self.conf.write_text(conf + self._extra)
         files = {"key-file": "munge/key", "socket": "run/munge.socket", "pid-file": "run/munged.pid"}
         files |= {"log-file": "log/munged.log", "seed-file": "munge/seed"}

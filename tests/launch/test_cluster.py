@@ -3,10 +3,8 @@
 import pytest
 import yaml
 from helpers.mini_slurm import mini_slurm, reason_to_skip, wait_until
-from helpers.runs import Events, read_checkpoint, train_on_ranks, write_stage
-from helpers.slurm_script import write_trainer
-
-from megatron_palimpsa import cli
+from helpers.runs import Events, read_checkpoint, train_on_ranks
+from helpers.standin_chain import StandInChain
 
 
 @pytest.fixture(scope="module")
@@ -17,47 +15,10 @@ def cluster():
         yield slurm
 
 
-class Chain:
-    """Two stages in a folder of their own; what stands in for training does what their `behaviour` says."""
-
-    def __init__(self, folder, data, cluster) -> None:
-        self.cluster = cluster
-        self.runs = folder / "runs"
-        self.recipes = [
-            write_stage(folder, data, "first"),
-            write_stage(folder, data, "second", init_from={"stage": "first"}),
-        ]
-        self.job = folder / "job.yaml"
-        settings = {"time": "60", "gpus_per_node": 0, "processes_per_node": 1, "python": str(write_trainer(folder))}
-        self.job.write_text(yaml.safe_dump(settings))
-
-    def behave(self, first: str, second: str = "complete") -> None:
-        for name, behaviour in (("first", first), ("second", second)):
-            (self.runs / name).mkdir(parents=True, exist_ok=True)
-            (self.runs / name / "behaviour").write_text(behaviour)
-
-    def submit(self, *options: str) -> int:
-        return cli.main(["submit", *map(str, self.recipes), "--job", str(self.job), *options])
-
-    def job_id(self, name: str) -> str:
-        return str(yaml.safe_load((self.runs / name / "job" / "submission.json").read_text())["job_id"])
-
-    def wait_for(self, name: str, *states: str) -> None:
-        job = self.job_id(name)
-        wait_until(f"{states} of {name}, which is", lambda: self.cluster.state(job) in states)
-
-    def wait_for_attempt(self, name: str, attempt: int) -> None:
-        logs = self.runs / name / "logs" / f"{self.job_id(name)}-restart-{attempt}"
-        wait_until(f"attempt {attempt} of {name}", (logs / "arguments").exists)
-
-    def log(self, name: str) -> str:
-        return (self.runs / name / "logs" / f"job-{self.job_id(name)}.log").read_text()
-
-
 @pytest.fixture
 def chain(cluster, tmp_path, tiny_data, monkeypatch):
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
-    return Chain(tmp_path, tiny_data, cluster)
+    return StandInChain(tmp_path, tiny_data, cluster)
 
 
 def test_second_stage_follows_a_first_that_took_two_attempts(chain):
