@@ -24,6 +24,7 @@ def main(arguments: list[str] | None = None, at_end: Callable[[int], None] | Non
     `at_end` is given the code before the process may end at once, which it does without returning from here. Without it
     the output is also that of the machine's other ranks, which find the same wrong input: one of them says so.
     """
+    from megatron_palimpsa import launcher
     from megatron_palimpsa.training.exit_codes import ExitCode
 
     try:
@@ -33,16 +34,21 @@ def main(arguments: list[str] | None = None, at_end: Callable[[int], None] | Non
             "megatron-palimpsa: interrupted; what was saved stays, the same command goes on from there", file=sys.stderr
         )
         code = ExitCode.INTERRUPTED
-    except Exception:
+    except Exception as error:
         if not _others_may_wait():
             raise
-        traceback.print_exc()
+        if _is_of_communication(error):
+            print(
+                f"megatron-palimpsa: error: rank {launcher.rank()} cannot reach the others: {error}\nIf one of them "
+                f"ended first, what it printed says why. Checkpoints stay; the same command goes on from the newest",
+                file=sys.stderr,
+            )
+        else:
+            traceback.print_exc()
         code = ExitCode.FAILED
     if at_end is not None:
         at_end(code)
     if _others_may_wait():
-        from megatron_palimpsa import launcher
-
         launcher.end_at_once(code)
     return code
 
@@ -51,6 +57,14 @@ def _others_may_wait() -> bool:
     """Whether an error left this rank of several in its process group (`parallel.leaving`)."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _is_of_communication(error: Exception) -> bool:
+    """Whether a collective failed; where it was called says nothing about why."""
+    import torch.distributed as dist
+
+    # Gloo has no class of its own.
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo/transport" in str(error))
 
 
 def _run(arguments: list[str] | None, own_output: bool) -> int:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 
 from megatron_palimpsa.config import StageConfig
 from megatron_palimpsa.engine import optimizer_state
+from megatron_palimpsa.engine.all_at_once import clip, step_at_once
 from megatron_palimpsa.engine.assembly import build_chunks, build_optimizer, build_scheduler, wrap
 from megatron_palimpsa.engine.boxes import Box, ReadBox
 from megatron_palimpsa.engine.grad_norm import total_grad_norm
@@ -26,6 +26,7 @@ class MegatronEngine(ScheduledEngine):
             super().__init__(config, build_chunks(config))
             self._wrapped = self._driven = wrap(self.chunks, config)
             self._optimizer = build_optimizer(self._wrapped, config)
+            step_at_once(self._optimizer)
             self._scheduler = build_scheduler(self._optimizer, config)
         for chunk in self.chunks:
             check_precisions(chunk)
@@ -46,8 +47,7 @@ class MegatronEngine(ScheduledEngine):
         return total_grad_norm(self._optimizer, self._device)
 
     def _update(self, grad_norm: float) -> None:
-        parameters = self._optimizer.get_parameters()
-        clip_grad_by_total_norm_fp32(parameters, self.config.optimizer.clip_grad, grad_norm)
+        clip(self._optimizer, self.config.optimizer.clip_grad, grad_norm)
         self._optimizer.step_with_ready_grads()
 
     def _drop(self) -> None:

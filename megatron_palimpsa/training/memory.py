@@ -25,7 +25,7 @@ class MemoryEstimate:
     gradients: int
     optimizer: int
     activations: int
-    """Beyond weights, gradients and optimizer at the peak: in the backward pass, at the loss or in Adam's step."""
+    """Beyond weights, gradients and optimizer at the peak: in the backward pass or at the loss."""
 
     @property
     def total(self) -> int:
@@ -43,14 +43,12 @@ def _of_rank(config: StageConfig, pipeline_rank: int, data_parallel_size: int) -
     held = rank_parameters(config, pipeline_rank)
     # Gradients are fp32; Adam holds two fp32 moments and, of bf16 weights, an fp32 copy.
     owned = held / (data_parallel_size * parallel.cp) if parallel.distributed_optimizer else held
-    # Adam's step forms the denominators of all parameters at once.
-    adam_step = 4 * owned
     microbatches = config.num_microbatches(data_parallel_size)
     return MemoryEstimate(
         weights=held * shapes.size,
         gradients=held * 4,
         optimizer=round(owned * (12 if shapes.size == 2 else 8)),
-        activations=round(max(adam_step, _activations(config, shapes, pipeline_rank, microbatches))) + WORKSPACE_BYTES,
+        activations=_activations(config, shapes, pipeline_rank, microbatches) + WORKSPACE_BYTES,
     )
 
 

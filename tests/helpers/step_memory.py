@@ -42,7 +42,7 @@ def measured(config: StageConfig) -> tuple[int, int]:
         engine = MegatronEngine(config)
         for part in engine._optimizer.chained_optimizers:
             for group in part.optimizer.param_groups:
-                group["foreach"] = True
+                group["fused"] = True
         batch = replace(random_batch(config, seed=0), cu_seqlens=_documents(config))
         for _ in range(2):
             live.start_peak()

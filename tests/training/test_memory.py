@@ -24,7 +24,6 @@ CASES: dict[str, dict[str, Any]] = {
     "full": {"train": {"recompute": "full"}},
     "logits": {"model": LARGE_VOCABULARY | {"tie_embeddings": False}},
     "logits, selective": {"model": LARGE_VOCABULARY, "train": {"recompute": "selective"}},
-    "Adam's step": {"model": {"pattern": "M", "hidden_size": 512, "vocab_size": 64, "seq_length": 64}},
 }
 
 
