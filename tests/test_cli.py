@@ -288,3 +288,29 @@ def test_of_the_ranks_of_a_machine_one_says_what_is_wrong(capsys, monkeypatch, s
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert cli.main(arguments) == 2
     assert "parallel.tp=3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "traceback"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:545] Connection closed by peer"), False),
+        (torch.distributed.DistBackendError("NCCL error: remote process exited"), False),
+        (RuntimeError("shapes do not match"), True),
+    ],
+)
+def test_a_rank_that_lost_the_others_says_so_in_one_message(capsys, monkeypatch, stage, error, traceback):
+    from megatron_palimpsa.training import run as training_run
+
+    def fail(config):
+        raise error
+
+    ended = []
+    monkeypatch.setattr(training_run, "train", fail)
+    monkeypatch.setattr(cli, "_others_may_wait", lambda: True)
+    monkeypatch.setattr("megatron_palimpsa.launcher.end_at_once", ended.append)
+    assert cli.main(["train", str(stage)]) == 1
+    assert ended == [1]
+    err = capsys.readouterr().err
+    assert str(error) in err
+    assert ("Traceback" in err) == traceback
+    assert ("rank 0 cannot reach the others" in err) != traceback
