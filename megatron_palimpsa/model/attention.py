@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
-from megatron_palimpsa.model.context_parallel import crossed_part, gather_parts, keep_in_graph
+from megatron_palimpsa.model.context_parallel import PackedRow, crossed_part, gather_parts, keep_in_graph
 from megatron_palimpsa.training.batch import RowPart
 
 
@@ -76,7 +76,7 @@ class CoreAttention(nn.Module):
     def _packed(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, part: RowPart | None
     ) -> Tensor:
-        offsets = packed.cu_seqlens_q.tolist()
+        offsets = packed.on_host() if isinstance(packed, PackedRow) else packed.cu_seqlens_q.tolist()
         # Where each document's keys start, and how far behind the queries' places those of the keys are.
         starts, shift = offsets[:-1], 0
         if part is not None:

@@ -141,9 +141,14 @@ def build_model(
     return model.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else model
 
 
-def packed_sequence(cu_seqlens: Tensor, part: RowPart | None = None) -> PackedRow:
-    """Megatron's description of the documents in a row, or in a context-parallel rank's part of it."""
-    return PackedRow(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, part=part)
+def packed_sequence(
+    cu_seqlens: Tensor, part: RowPart | None = None, offsets: tuple[int, ...] | None = None
+) -> PackedRow:
+    """Megatron's description of the documents in a row, or in a context-parallel rank's part of it.
+
+    `offsets`: `cu_seqlens` on the host, where they are known there.
+    """
+    return PackedRow(qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, part=part, offsets=offsets)
 
 
 def forward_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -162,5 +167,5 @@ def forward_loss(model: nn.Module, batch: Batch) -> Tensor:
         position_ids=None,
         attention_mask=None,
         labels=batch.labels,
-        packed_seq_params=packed_sequence(batch.cu_seqlens, batch.part),
+        packed_seq_params=packed_sequence(batch.cu_seqlens, batch.part, batch.offsets),
     )

@@ -33,6 +33,14 @@ class PackedRow(PackedSeqParams):
     """Megatron's description of a row's documents, and which part of the row it is about."""
 
     part: RowPart | None = None
+    offsets: tuple[int, ...] | None = None
+    """`cu_seqlens_q` on the host; None until somebody needs them there."""
+
+    def on_host(self) -> tuple[int, ...]:
+        """`cu_seqlens_q` as numbers: once for all layers, for reading them from a GPU waits for it."""
+        if self.offsets is None:
+            self.offsets = tuple(self.cu_seqlens_q.tolist())
+        return self.offsets
 
 
 def crossed_part(packed: PackedSeqParams | None, group: dist.ProcessGroup) -> RowPart | None:

@@ -57,10 +57,13 @@ class Batch:
     """[N + 1] int32: where the documents start, from 0, non-decreasing; behind the last entry there is padding."""
     part: RowPart | None = None
     """None for a whole row."""
+    offsets: tuple[int, ...] | None = None
+    """`cu_seqlens` on the host, once `to` was called."""
 
     def to(self, device: torch.device | str) -> Batch:
         return replace(
             self,
+            offsets=self.offsets or tuple(self.cu_seqlens.tolist()),
             tokens=self.tokens.to(device, non_blocking=True),
             labels=self.labels.to(device, non_blocking=True),
             loss_mask=self.loss_mask.to(device, non_blocking=True),

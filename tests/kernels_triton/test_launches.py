@@ -43,30 +43,40 @@ def test_tokens_are_copied_only_where_they_do_not_lie_dense_behind_each_other(ma
 
 
 def test_layers_share_the_tables_of_one_tensor_of_offsets() -> None:
+    from palimpsa_kernels.triton.chunks import make_chunks
     from palimpsa_kernels.triton.conv import make_places
 
     offsets = torch.tensor([0, 3, 9], dtype=torch.int32, device=DEVICE)
-    places = make_places(1, 9, offsets, offsets.device)
+    first, places = make_chunks(1, 9, offsets, 4, offsets.device), make_places(1, 9, offsets, offsets.device)
+    assert make_chunks(1, 9, offsets, 4, offsets.device) is first
     assert make_places(1, 9, offsets, offsets.device).place is places.place
-    assert make_places(1, 10, offsets, offsets.device).place is not places.place
-    assert make_places(1, 9, offsets.clone(), offsets.device).place is not places.place
+    assert make_chunks(1, 9, offsets, 2, offsets.device) is not first
+    assert make_chunks(1, 9, offsets, 4, offsets.device, goes_on=True).table[0, 3] != first.table[0, 3]
+    assert make_chunks(1, 9, offsets.clone(), 4, offsets.device) is not first
 
 
 def test_offsets_that_were_written_to_get_tables_of_their_own() -> None:
+    from palimpsa_kernels.triton.chunks import make_chunks
     from palimpsa_kernels.triton.conv import make_places
 
     offsets = torch.tensor([0, 3, 9], dtype=torch.int32, device=DEVICE)
+    make_chunks(1, 9, offsets, 4, offsets.device)
     make_places(1, 9, offsets, offsets.device)
     offsets.copy_(torch.tensor([0, 5, 8]))
+    table = make_chunks(1, 9, offsets, 4, offsets.device).table
+    assert table[:3, :2].tolist() == [[0, 4], [4, 5], [5, 8]]
     assert make_places(1, 9, offsets, offsets.device).place.tolist() == [0, 1, 2, 3, 4, 0, 1, 2, -1]
 
 
 def test_shared_tables_end_with_their_tensor() -> None:
     import weakref
 
+    from palimpsa_kernels.triton.chunks import make_chunks
     from palimpsa_kernels.triton.conv import make_places
 
     offsets = torch.tensor([0, 3, 9], dtype=torch.int32, device=DEVICE)
+    tables = weakref.ref(make_chunks(1, 9, offsets, 4, offsets.device).table)
     places = weakref.ref(make_places(1, 9, offsets, offsets.device).place)
     del offsets
+    assert tables() is None
     assert places() is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.stages import tiny_stage
+from helpers.stages import random_batch, tiny_stage
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_palimpsa.model.attention import CoreAttention
@@ -68,3 +68,32 @@ def test_what_is_not_implemented_is_refused():
     config.attention_dropout = 0.1
     with pytest.raises(ValueError, match="dropout"):
         CoreAttention(config, 1, AttnMaskType.causal, "self")
+
+
+def test_documents_are_read_from_the_device_at_most_once():
+    class Offsets:
+        read = 0
+
+        def tolist(self):
+            self.read += 1
+            return [0, 3, 8]
+
+    offsets = Offsets()
+    packed = packed_sequence(offsets)
+    q, k, v = random_qkv(8, 8, 4, 4)
+    first, again = (core_attention()(q, k, v, None, packed_seq_params=packed) for _ in range(2))
+    assert torch.equal(first, again)
+    assert offsets.read == 1
+    assert torch.equal(
+        core_attention()(q, k, v, None, packed_seq_params=packed_sequence(offsets, offsets=(0, 3, 8))), first
+    )
+    assert offsets.read == 1
+
+
+def test_a_batch_on_its_way_to_the_device_takes_its_documents_along():
+    config = tiny_stage()
+    batch = random_batch(config, 0)
+    moved = batch.to("cpu")
+    assert list(moved.offsets) == batch.cu_seqlens.tolist()
+    part = batch.of_rank(1, 2).to("cpu")
+    assert list(part.offsets) == part.cu_seqlens.tolist()

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from palimpsa_kernels.triton.launches import cdiv, next_power_of_2, shared_by_layers
+
 TABLE_COLUMNS = 4
 
 
@@ -83,19 +85,23 @@ def make_chunks(
     `goes_on`: the first document, which has tokens, goes on from another part of the row. Its first chunk is then not
     marked as one, so that it starts from what is kept in front of the first place.
     """
-    if cu_seqlens is None:
-        offsets = torch.arange(batch + 1, device=device, dtype=torch.int64) * tokens
-        places = batch * triton.cdiv(tokens, size)
-    else:
-        offsets = cu_seqlens
-        places = tokens // size + len(cu_seqlens) - 1
-    documents = len(offsets) - 1
-    # One more row in front, without tokens.
-    table = torch.zeros(1 + places, TABLE_COLUMNS, device=device, dtype=torch.int64)[1:]
-    first_chunks = torch.zeros(documents + 1, device=device, dtype=torch.int32)
-    if places:
-        block = min(1024, triton.next_power_of_2(max(documents, 16)))
-        chunk_table_kernel[(places,)](offsets, table, first_chunks, documents, size, BLOCK=block, num_warps=1)
-        if goes_on:
-            table[0, 3] = 0
-    return Chunks(table, first_chunks, places, documents, size, cu_seqlens is None)
+
+    def make() -> Chunks:
+        if cu_seqlens is None:
+            offsets = torch.arange(batch + 1, device=device, dtype=torch.int64) * tokens
+            places = batch * cdiv(tokens, size)
+        else:
+            offsets = cu_seqlens
+            places = tokens // size + cu_seqlens.shape[0] - 1
+        documents = offsets.shape[0] - 1
+        # One more row in front, without tokens.
+        table = torch.zeros(1 + places, TABLE_COLUMNS, device=device, dtype=torch.int64)[1:]
+        first_chunks = torch.zeros(documents + 1, device=device, dtype=torch.int32)
+        if places:
+            block = min(1024, next_power_of_2(max(documents, 16)))
+            chunk_table_kernel[(places,)](offsets, table, first_chunks, documents, size, BLOCK=block, num_warps=1)
+            if goes_on:
+                table[0, 3] = 0
+        return Chunks(table, first_chunks, places, documents, size, cu_seqlens is None)
+
+    return shared_by_layers(cu_seqlens, ("chunks", tokens, size, goes_on), make)

@@ -12,7 +12,8 @@ from torch import Tensor
 from palimpsa_kernels.carry import Carry
 from palimpsa_kernels.mixing import HeadParameters, Importance
 from palimpsa_kernels.triton.activations import Raw, activate, activation_gradients, add_skip
-from palimpsa_kernels.triton.palimpsa import ChunkPalimpsa, tokens_adjacent
+from palimpsa_kernels.triton.launches import tokens_adjacent
+from palimpsa_kernels.triton.palimpsa import ChunkPalimpsa
 from palimpsa_kernels.triton.ssd import ChunkSSD
 
 

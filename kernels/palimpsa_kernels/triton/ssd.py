@@ -20,7 +20,7 @@ from palimpsa_kernels.carry import Carry
 from palimpsa_kernels.triton.chunks import make_chunks
 from palimpsa_kernels.triton.decay import chunk_decays
 from palimpsa_kernels.triton.incoming import add_incoming, decay_gradient, launch_incoming
-from palimpsa_kernels.triton.palimpsa import tokens_adjacent
+from palimpsa_kernels.triton.launches import next_power_of_2, tokens_adjacent
 from palimpsa_kernels.triton.primitives import chunk_bounds, chunk_document, matrix_dtype
 from palimpsa_kernels.triton.states import (
     chunk_states,
@@ -201,7 +201,7 @@ def strictly_lower(device: torch.device, dtype: torch.dtype) -> Tensor:
 
 def launch_options(q: Tensor, v: Tensor) -> dict[str, Any]:
     """Compile-time arguments of the readout and the gradient kernel but for `num_warps`."""
-    block_k = max(16, triton.next_power_of_2(q.shape[3]))
+    block_k = max(16, next_power_of_2(q.shape[3]))
     return {
         "K": q.shape[3],
         "V": v.shape[3],

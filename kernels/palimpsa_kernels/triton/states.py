@@ -11,6 +11,7 @@ from torch import Tensor
 
 from palimpsa_kernels.carry import Carry
 from palimpsa_kernels.triton.chunks import Chunks
+from palimpsa_kernels.triton.launches import cdiv, next_power_of_2
 from palimpsa_kernels.triton.primitives import chunk_bounds, chunk_document
 
 BLOCK_T = 32
@@ -165,11 +166,11 @@ def chunk_states(
     """
     groups, key_dim = k.shape[2:]
     heads, value_dim = v.shape[2:]
-    block_k = max(16, min(128, triton.next_power_of_2(key_dim)))
-    block_v = max(16, min(64, triton.next_power_of_2(value_dim)))
+    block_k = max(16, min(128, next_power_of_2(key_dim)))
+    block_v = max(16, min(64, next_power_of_2(value_dim)))
     kinds = 1 if beta is None else 2
     states = torch.empty(1 + chunks.places, kinds, heads, key_dim, value_dim, device=v.device, dtype=dtype)[1:]
-    grid = (chunks.places, heads, triton.cdiv(key_dim, block_k) * triton.cdiv(value_dim, block_v))
+    grid = (chunks.places, heads, cdiv(key_dim, block_k) * cdiv(value_dim, block_v))
     chunk_state_kernel[grid](
         k, v, v if beta is None else beta, to_end, chunks.table, states, heads, heads // groups,
         k.stride(1), v.stride(1), v.stride(1) if beta is None else beta.stride(1),
@@ -236,8 +237,8 @@ def pass_adjoints(
 def _grid(states: Tensor, chunks: Chunks) -> tuple[int, int, tuple[int, int, int]]:
     kinds, heads, key_dim, value_dim = states.shape[1:]
     size = key_dim * value_dim
-    block = min(1024, triton.next_power_of_2(size))
-    return size, block, (chunks.documents, kinds * heads, triton.cdiv(size, block))
+    block = min(1024, next_power_of_2(size))
+    return size, block, (chunks.documents, kinds * heads, cdiv(size, block))
 
 
 def take_over(carry: Carry, states: Tensor, total: Tensor, chunks: Chunks) -> Tensor | None:
