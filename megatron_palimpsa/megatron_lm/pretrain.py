@@ -121,8 +121,9 @@ def sum_losses(loss_mask: Tensor, losses: Tensor) -> Losses:
 
 def main() -> None:
     """Exit code 2 and one message where the arguments do not go together."""
-    args = parse_and_validate_args(extra_args_provider=add_palimpsa_args)
     try:
+        require_gpu()
+        args = parse_and_validate_args(extra_args_provider=add_palimpsa_args)
         prepare(args)
         if args.dataloader_inter_document_masking and args.pipeline_model_parallel_size > 1 < args.micro_batch_size:
             raise ConfigError("--dataloader-inter-document-masking with pipeline stages needs --micro-batch-size 1")
@@ -131,6 +132,16 @@ def main() -> None:
     model = hybrid_config_from_args(args)
     model.pre_wrap_hooks.append(draw_weights)
     pretrain(pretrain_cfg_container_from_args(args, model), datasets, ModelType.encoder_or_decoder, forward_step)
+
+
+def require_gpu() -> None:
+    """Megatron ends with a traceback where there is none.
+
+    Raises:
+        ConfigError: says what runs without.
+    """
+    if not torch.cuda.is_available() and not {"-h", "--help"} & set(sys.argv):
+        raise ConfigError("Megatron-LM's loop needs a GPU; without one `megatron-palimpsa train` trains the same model")
 
 
 def draw_weights(chunks: list[HybridModel]) -> list[HybridModel]:

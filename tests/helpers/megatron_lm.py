@@ -212,6 +212,7 @@ def _cuda_or_stand_ins(patch: pytest.MonkeyPatch) -> Iterator[None]:
     patch.setattr(torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state())
     patch.setattr(torch.cuda, "set_rng_state", lambda state, device=None: torch.set_rng_state(state))
     patch.setattr(megatron_arguments, "get_device_arch_version", lambda: 9)
+    patch.setattr(entry, "require_gpu", lambda: None)
     patch.setattr(training, "initialize_megatron", _initialize_without_cuda)
     patch.setattr(training, "set_jit_fusion_options", lambda tp_size: None)
     with cpu.cuda_means_cpu():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers import megatron_lm
 from helpers.stages import tiny_stage
 from megatron.training import arguments as megatron_arguments
@@ -100,11 +101,18 @@ def test_entry_ends_with_two_before_anything_starts(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["x", *megatron_lm.arguments(CONFIG), "--normalization", "LayerNorm"])
     monkeypatch.setattr(pretrain, "pretrain", lambda *args: pytest.fail("started"))
-    with pytest.raises(SystemExit) as ended:
-        pretrain.main()
-    megatron_lm.clear_globals()
-    assert ended.value.code == 2
-    assert "megatron_palimpsa: give --normalization RMSNorm" in capsys.readouterr().err
+    for gpu, message in ((False, "needs a GPU"), (True, "give --normalization RMSNorm")):
+        if gpu:
+            monkeypatch.setattr(pretrain, "require_gpu", lambda: None)
+        else:
+            monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(SystemExit) as ended:
+            pretrain.main()
+        megatron_lm.clear_globals()
+        assert ended.value.code == 2
+        err = capsys.readouterr().err
+        assert "megatron_palimpsa: " in err
+        assert message in err
 
 
 def test_flops_count_importance(args: argparse.Namespace) -> None:
