@@ -101,7 +101,7 @@ def _is_ready(options: argparse.Namespace, number: int, folder: Path) -> bool:
     if is_good:
         speed = report.allreduce[0]["gb_s"]
         print(f"pre-flight: all well, all-reduce {speed:.3g} GB/s, {time.monotonic() - start:.1f} s", flush=True)
-    else:
+    elif not Path(os.environ["PALIMPSA_STOP_FILE"]).exists():  # what was killed on the way is no node's fault
         # Read by the batch script.
         (options.logs / "bad-nodes").write_text("".join(f"{name}\n" for name in verdict.bad))
     return is_good

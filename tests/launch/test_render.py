@@ -1,5 +1,7 @@
 """Rendered batch scripts: valid shell whatever the user's names are, and nothing of them is ever run."""
 
+import dataclasses
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -29,7 +31,12 @@ JOBS = {
         "memory": "500G",
         "variables": {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "^lo,docker $(touch x)"},
     },
-    "nasty": {"variables": {"NCCL_DEBUG": "~/x `y` \"$z\" 'a' \\ *"}},
+    "nasty": {
+        "variables": {"NCCL_DEBUG": "~/x `y` \"$z\" 'a' \\ *"},
+        "local_folder": "/a b$(touch x)'`y`",
+        "exclude": "node[1-3]",
+        "preflight": {"allreduce_gb_s": 10.5},
+    },
     "cpu": {"gpus_per_node": 0, "processes_per_node": 2},
     "apptainer": {"container": {"engine": "apptainer", "image": "/i m/x.sif", "mounts": ["/data", "/a b:/b:ro"]}},
     "pyxis": {"container": {"engine": "pyxis", "image": "nvcr.io#nvidia/pytorch:25.01", "mounts": ["/data"]}},
@@ -117,6 +124,25 @@ def test_containers_get_folders_and_gpus():
     assert shell_values(render(**JOBS["pyxis"]), "python") == ["python3"]
     with pytest.raises(ConfigError, match="comma or a colon"):
         render(work=Path("/home/a,b"), **JOBS["pyxis"])
+
+
+def test_defaults_are_explained_and_a_job_s_own_go_over_them():
+    script = render()
+    assert "# NCCL says in the ranks' logs why it fails" in script
+    assert shell_values(script, "NCCL_DEBUG") == ["WARN"]
+    own = render(variables={"NCCL_DEBUG": "INFO"})
+    assert shell_values(own, "NCCL_DEBUG") == ["INFO"]
+    assert "why it fails" not in own
+
+
+def test_bounds_of_the_preflight_check_arrive():
+    assert json.loads(*shell_values(render(**JOBS["nasty"]), "preflight"))["allreduce_gb_s"] == 10.5
+    unchecked = dataclasses.replace(load_job(None, {"time": "60"}), preflight=None)
+    script = render_stage(unchecked, "stage-1", FOLDER, WORK, COMMAND)
+    assert shell_values(script, "preflight", "max_excluded") == ["null", "0"]
+    assert shell_values(render(**JOBS["nasty"]), "exclude", "local_folder") == ["node[1-3]", "/a b$(touch x)'`y`"]
+    with pytest.raises(ConfigError, match="gpu_memory_free"):
+        render(preflight={"gpu_memory_free": 2.0})
 
 
 @pytest.mark.parametrize("name", ["a\nb", 'a"b', "a'b", "a$(touch x)", "a`b`", "a%j", "a\\b", "a#b", "a;b"])

@@ -8,7 +8,7 @@ import socket
 import time
 
 import pytest
-from helpers.slurm_script import StageScript
+from helpers.slurm_script import StageScript, write_program
 
 REQUEUED = -signal.SIGTERM  # as SLURM ends the shell of a job that is requeued
 
@@ -130,6 +130,42 @@ def test_bad_nodes_are_left_out_of_the_next_attempts_up_to_a_cap(tmp_path):
     # Attempts that a bad node has ended say nothing of the stage.
     (script.folder / "behaviour").write_text("complete")
     assert script.run(attempt=5)[0] == 0
+
+
+def test_list_of_bad_nodes_is_offered_again_where_slurm_is_not_ready_for_it(tmp_path):
+    script = StageScript(tmp_path, 'echo node2 >"$logs/bad-nodes"; exit 1')
+    scontrol = tmp_path / "bin" / "scontrol"
+    once = f"update) if mkdir {tmp_path}/refused 2>/dev/null; then exit 1; fi;"
+    scontrol.write_text(scontrol.read_text().replace("update)", once))
+    status, output = script.run()
+    assert status == 75
+    assert "try 1" in output
+    assert script.requeued.read_text().splitlines() == ["12345", "JobId=12345 ExcNodeList=node2"]
+
+
+def test_container_runs_the_interpreter_with_every_word_as_it_is(tmp_path):
+    container = {"engine": "apptainer", "image": "/an image's $HOME.sif", "mounts": ["/a b:/c"]}
+    script = StageScript(tmp_path, "complete", container=container, gpus_per_node=1, local_folder="/local disk")
+    program = f"""#!/usr/bin/env bash
+        printf '%s\\n' "$@" >{tmp_path}/words
+        while [[ $1 != /an* ]]; do shift; done
+        shift
+        exec "$@"
+    """
+    write_program(tmp_path / "bin" / "apptainer", program)
+    assert script.run()[0] == 0
+    words = (tmp_path / "words").read_text().splitlines()
+    assert words[:8] == [
+        "exec",
+        "--nv",
+        f"--bind={script.folder}",
+        f"--bind={tmp_path}",
+        "--bind=/local disk",
+        "--bind=/a b:/c",
+        f"--pwd={tmp_path}",
+        "/an image's $HOME.sif",
+    ]
+    assert node_options(script)["local-folder"] == "/local disk"
 
 
 def test_two_jobs_do_not_train_into_one_folder(tmp_path):

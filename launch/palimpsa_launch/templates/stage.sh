@@ -93,13 +93,19 @@ requeue() {
 }
 
 # SLURM takes a new list of nodes to stay away from once the job has stopped running and before it starts again: while
-# this shell lives on after the requeue.
+# this shell lives on after the requeue, which is not for long.
 requeue_elsewhere() {
-    local list
+    local list try
     list=$(paste -sd, "$excluded_file")
     trap '' USR1 TERM
     scontrol requeue "$SLURM_JOB_ID"
-    scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${exclude:+$exclude,}$list"
+    for try in 1 2 3; do
+        if scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${exclude:+$exclude,}$list"; then
+            break
+        fi
+        say "SLURM has not taken the list of nodes to exclude (try $try)"
+        sleep 1
+    done
     exit 75
 }
 
