@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from palimpsa_launch.job import load_job
-from palimpsa_launch.render import render_stage
+from palimpsa_launch.render import render_stage, render_task
 
 from megatron_palimpsa.config import ConfigError
 
@@ -47,6 +47,11 @@ def render(folder=FOLDER, work=WORK, command=COMMAND, **job) -> str:
     return render_stage(load_job(None, {"time": "2-00:00:00"} | job), "stage-1", folder, work, command)
 
 
+def task(tasks=None, marker=None, **job) -> str:
+    command = ["my program", "$(touch x)", "it's"]
+    return render_task(load_job(None, {"time": "60"} | job), "task", FOLDER, WORK, command, tasks=tasks, marker=marker)
+
+
 def settings(script: str) -> str:
     return script.split("# ---- settings\n")[1].split("# ---- end of settings\n")[0]
 
@@ -77,8 +82,9 @@ def test_scripts_are_valid_bash(job):
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
 @pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
 def test_shellcheck_finds_nothing(job):
-    answer = subprocess.run(["shellcheck", "-"], input=render(**job), capture_output=True, text=True, check=False)
-    assert answer.returncode == 0, answer.stdout
+    for script in (render(**job), task(tasks=100, **job), task(marker=Path("/runs/it's done"), **job)):
+        answer = subprocess.run(["shellcheck", "-"], input=script, capture_output=True, text=True, check=False)
+        assert answer.returncode == 0, answer.stdout
 
 
 def test_sbatch_lines_stand_before_the_first_command():
@@ -169,3 +175,12 @@ def test_values_come_back_as_they_are_or_are_refused(text, other):
     assert around_settings(script) == around_settings(render())
     values = shell_values(script, "python", "working_folder", "command", "NCCL_DEBUG")
     assert values == [f"/{text}", str(Path("/w") / text), "train", text, other, other]
+
+
+def test_task_gets_its_command_its_share_and_a_log_of_its_own():
+    script = task(tasks=100)
+    assert '#SBATCH --output="/runs/a stage/logs/job-%A_%a.log"' in script
+    assert shell_values(script, "command", "tasks") == ["my program", "$(touch x)", "it's", "100"]
+    alone = task(marker=Path("/runs/it's done"))
+    assert '#SBATCH --output="/runs/a stage/logs/job-%j.log"' in alone
+    assert shell_values(alone, "tasks", "marker") == ["", "/runs/it's done"]
