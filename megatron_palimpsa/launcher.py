@@ -33,6 +33,12 @@ def ranks_of_this_machine() -> int:
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
+def cores() -> int:
+    """Of this machine, as many as each of its ranks may keep busy."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, usable // ranks_of_this_machine())
+
+
 def world_size() -> int:
     """Ranks that were started, 1 without a launcher."""
     return _ranks()[1]

@@ -21,6 +21,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from megatron_palimpsa import launcher
 from megatron_palimpsa.config import StageConfig
 from megatron_palimpsa.engine import optimizer_state, zero_state
 from megatron_palimpsa.engine.assembly import build_chunks, build_scheduler
@@ -102,11 +103,18 @@ class DeepSpeedEngine(ScheduledEngine):
             # Stage 2 would round each microbatch's gradients to the first group's dtype on their way into the sum.
             optimizer._gradient_reduction_buffer_dtype = lambda: torch.float32
         self._driven = [_Driven(model, self._engine)]
-        place = "the CPU" if zero.offload_optimizer else self._device.type.upper()
-        logger.info(
-            "DeepSpeed %s, ZeRO stage %d, steps torch's fused AdamW on %s", deepspeed.__version__, self._stage, place
-        )
+        steps = f"steps torch's fused AdamW on {self._place()}"
+        logger.info("DeepSpeed %s, ZeRO stage %d, %s", deepspeed.__version__, self._stage, steps)
         return optimizer
+
+    def _place(self) -> str:
+        """Where the optimizer steps, after making room for it there."""
+        if not self._offloaded:
+            return self._device.type.upper()
+        if self._device.type == "cuda":
+            # A launcher leaves each rank one thread.
+            torch.set_num_threads(launcher.cores())
+        return f"the CPU, {torch.get_num_threads()} threads"
 
     @property
     def learning_rate(self) -> float:

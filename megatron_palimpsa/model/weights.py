@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -155,13 +154,9 @@ def initialize_parameters(
         parameter.copy_(local_share(full, parameter, rank, size))
 
     # A generator fills a tensor on one core, 0.2e9 numbers a second; each parameter has its own.
-    with ThreadPoolExecutor(_cores_of_this_rank()) as pool:
+    with ThreadPoolExecutor(min(16, launcher.cores())) as pool:
         for _ in pool.map(draw, list(parameters)):
             pass
-
-
-def _cores_of_this_rank() -> int:
-    return max(1, min(16, (os.cpu_count() or 1) // launcher.ranks_of_this_machine()))
 
 
 @torch.no_grad()

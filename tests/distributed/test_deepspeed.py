@@ -87,6 +87,15 @@ def test_a_zero_stage_computes_what_one_process_does(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("layout", [Layout(dp=4), Layout(tp=2, dp=2)], ids=["dp4", "tp2-dp2"])
+def test_secondary_copies_change_nothing(
+    layout: Layout, ranks: Callable[[int], Workers], one_process_run: Callable[[StageConfig, int], Run]
+) -> None:
+    runs = ranks(4).run(training_runs.train, zero_stage(layout, 3, {"zero_hpz_partition_size": 2}), STEPS)
+    assert_same_function(runs, one_process_run(stage(layout.one_process), STEPS), layout.tp, FP32)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "zero"), cases(LARGE_LAYOUTS))
 def test_so_it_does_in_larger_layouts(
     layout: Layout,
@@ -227,6 +236,8 @@ def test_resumed_it_goes_on_bit_for_bit(
     for before, after in zip(saved, loaded, strict=True):
         assert after.steps == before.steps
         assert after.learning_rates == before.learning_rates
+        assert after.schedule == before.schedule
+        assert ("loss_scale" in after.schedule) == (precision == "fp16")
         for name, value in before.state.items():
             assert torch.equal(value, after.state[name]), name
 
@@ -258,6 +269,7 @@ def test_a_stage_has_the_same_losses_under_both_engines(tmp_path: Path) -> None:
         path = write_stage(tmp_path, data, name=name, train={"tokens": 20 * 64}, parallel={"engine": name, **settings})
         done = run("train", path, ranks=2)
         assert done.returncode == 0, done.stderr
+        assert ("ZeRO stage 3, steps torch's fused AdamW on CPU" in done.stdout) == (name == "deepspeed")
         lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
         records[name] = [record["loss"] for record in map(json.loads, lines) if "grad_norm" in record]
     assert len(records["megatron"]) == 20

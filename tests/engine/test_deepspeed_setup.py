@@ -10,7 +10,7 @@ from helpers.stages import tiny_stage
 
 from megatron_palimpsa.config import ConfigError
 from megatron_palimpsa.engine.assembly import build_chunks
-from megatron_palimpsa.engine.deepspeed_setup import build_adamw, mixed_dtypes
+from megatron_palimpsa.engine.deepspeed_setup import build_adamw, deepspeed_config, mixed_dtypes
 from megatron_palimpsa.engine.installed import require_engine
 from megatron_palimpsa.parallel.cpu import cuda_means_cpu
 
@@ -20,6 +20,29 @@ def test_without_deepspeed_the_message_says_how_to_install_it(monkeypatch):
     require_engine(tiny_stage())
     with pytest.raises(ConfigError, match="DS_BUILD_OPS=0 pip install"):
         require_engine(tiny_stage(parallel={"engine": "deepspeed"}))
+
+
+def test_settings_arrive_under_names_that_deepspeed_takes():
+    zero = pytest.importorskip("deepspeed.runtime.zero.config")
+    sizes = {
+        "reduce_bucket_size": 12,
+        "allgather_bucket_size": 14,
+        "sub_group_size": 16,
+        "stage3_prefetch_bucket_size": 18,
+        "stage3_param_persistence_threshold": 20,
+        "stage3_max_live_parameters": 22,
+        "stage3_max_reuse_distance": 24,
+        "overlap_comm": True,
+        "zero_hpz_partition_size": 2,
+    }
+    place = {"offload_optimizer": True, "offload_parameters": True, "pin_memory": False}
+    deepspeed = {"zero_stage": 3, **sizes, **place}
+    given = deepspeed_config(tiny_stage(2, parallel={"engine": "deepspeed", "deepspeed": deepspeed}))
+    taken = zero.DeepSpeedZeroConfig(**given["zero_optimization"])
+    assert taken.stage == 3
+    assert {key: getattr(taken, key.removeprefix("stage3_")) for key in sizes} == sizes
+    for offload in (taken.offload_optimizer, taken.offload_param):
+        assert (offload.device, offload.pin_memory) == ("cpu", False)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -194,6 +194,7 @@ class Resumed:
     steps: list[StepResult]
     learning_rates: list[float]
     state: dict[str, Tensor]
+    schedule: dict[str, Any]
 
 
 def _go_on(engine: Engine, batches: Iterator[Batch], steps: int) -> Resumed:
@@ -201,7 +202,7 @@ def _go_on(engine: Engine, batches: Iterator[Batch], steps: int) -> Resumed:
     for _ in range(steps):
         results.append(engine.train_step(batches, always))
         rates.append(engine.learning_rate)
-    return Resumed(results, rates, state_of(engine))
+    return Resumed(results, rates, state_of(engine), engine.scheduler_state())
 
 
 def train_and_save(config: StageConfig, steps: int, more: int, folder: Path) -> Resumed:
