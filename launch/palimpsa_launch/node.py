@@ -31,9 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: Path(os.environ["PALIMPSA_STOP_FILE"]).touch())
     number = node_number(options.nodes)
     parent = node_folder.place(options.local_folder, os.environ)
+    if options.preflight != "null" and not _is_ready(options, number, parent):
+        return _FAILED
     with node_folder.node_folder(parent) as folder:
-        if options.preflight != "null" and not _is_ready(options, number, folder):
-            return _FAILED
         caches = {"TRITON_CACHE_DIR": str(folder / "triton"), "CUDA_CACHE_PATH": str(folder / "cuda")}
         return _start_deaf(torchrun(options, number), {**os.environ, **caches}).wait()
 
@@ -77,7 +77,7 @@ def torchrun(options: argparse.Namespace, number: int) -> list[str]:
     ]
 
 
-def _is_ready(options: argparse.Namespace, number: int, folder: Path) -> bool:
+def _is_ready(options: argparse.Namespace, number: int, local_folder: Path) -> bool:
     """Take part in the pre-flight check; -> whether all is well. The head node tells."""
     from palimpsa_launch.preflight.meeting import Job, meet
 
@@ -86,7 +86,7 @@ def _is_ready(options: argparse.Namespace, number: int, folder: Path) -> bool:
     job = Job(options.nodes, options.check_port, options.processes, options.gpus, bounds)
     node = options.nodes[number]
     is_good, report = meet(
-        job, number, lambda: node_facts(node, options.stage_folder, folder, options.gpus, bounds.seconds)
+        job, number, lambda: node_facts(node, options.stage_folder, local_folder, options.gpus, bounds.seconds)
     )
     if report is None:
         return is_good

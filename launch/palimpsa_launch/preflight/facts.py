@@ -46,16 +46,20 @@ def node_facts(node: str, stage_folder: Path, local_folder: Path, gpus: int, sec
         "code": code_sha256(_package_folders()),
         "run_folder_gb": _free_gb(stage_folder),
         "local_folder": str(local_folder),
-        "local_folder_gb": _free_gb(local_folder),
         "own_problems": [],
         "shared_problems": [],
     }
     try:
+        facts["local_folder_gb"] = _free_gb(local_folder)
+    except OSError as error:
+        facts["own_problems"].append(f"local_folder: {error}")
+    try:
         facts["data"] = data_sha256(load_stage(stage_folder / "job" / "stage.yaml"))
     except (ConfigError, DataError, OSError) as error:
         facts["shared_problems"].append(f"data: {error}")
-    if not os.access(stage_folder, os.W_OK | os.X_OK):
-        facts["shared_problems"].append(f"{stage_folder} cannot be written to")
+    for folder, problems in ((local_folder, "own_problems"), (stage_folder, "shared_problems")):
+        if not os.access(folder, os.W_OK | os.X_OK):
+            facts[problems].append(f"{folder} cannot be written to")
     if gpus:
         try:
             facts["gpus"] = _ask_for_gpus(seconds)

@@ -75,7 +75,7 @@ def _store(job: Job, *, is_head: bool) -> dist.TCPStore:
 def _attend(store: dist.TCPStore, job: Job, number: int, ask_self: Callable[[], dict[str, Any]]) -> bool:
     _say(store, f"facts/{number}", ask_self())
     head_time = json.loads(store.get("time"))
-    _say(store, f"clock/{number}", _ahead(head_time, number))
+    _say(store, f"clock/{number}", _now() - head_time)
     for turn in itertools.count():
         groups = json.loads(store.get(f"turn/{turn}"))
         if isinstance(groups, bool):  # the end
@@ -94,8 +94,8 @@ def _attend(store: dist.TCPStore, job: Job, number: int, ask_self: Callable[[], 
     raise AssertionError("the turns have an end")
 
 
-def _ahead(head_time: float, number: int) -> float:
-    return time.time() - head_time
+def _now() -> float:
+    return time.time()
 
 
 def _lead(store: dist.TCPStore, job: Job) -> Report:
@@ -103,7 +103,7 @@ def _lead(store: dist.TCPStore, job: Job) -> Report:
     everyone = list(range(len(job.nodes)))
     facts = _gather(store, "facts", everyone, job.bounds.seconds)
     # Whoever waits for it reads its own clock at the moment it comes.
-    _say(store, "time", time.time())
+    _say(store, "time", _now())
     clocks = _gather(store, "clock", list(facts), job.bounds.seconds)
     report.facts = {job.nodes[number]: own for number, own in facts.items()}
     report.clocks = {job.nodes[number]: clock for number, clock in clocks.items()}

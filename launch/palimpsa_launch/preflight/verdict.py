@@ -90,8 +90,10 @@ def _of_shared_folders(facts: Mapping[str, Any], bounds: Preflight) -> list[str]
 
 
 def _full(facts: Mapping[str, Any], key: str, what: str, bounds: Preflight) -> list[str]:
-    free, wanted = facts[key], getattr(bounds, key)
-    return [f"{free:g} GB free under {what}, {wanted:g} wanted (preflight.{key})"] if free < wanted else []
+    free, wanted = facts.get(key), getattr(bounds, key)
+    if free is None or free >= wanted:
+        return []
+    return [f"{free:g} GB free under {what}, {wanted:g} wanted (preflight.{key})"]
 
 
 def _missing(facts: Mapping[str, Any], gpus: int, bounds: Preflight) -> list[str]:

@@ -7,6 +7,8 @@ import pytest
 from helpers.runs import write_stage
 from palimpsa_launch.preflight import facts as module
 from palimpsa_launch.preflight.facts import code_sha256, data_sha256, node_facts
+from palimpsa_launch.preflight.settings import Preflight
+from palimpsa_launch.preflight.verdict import judge
 
 from megatron_palimpsa.config import load_stage
 
@@ -28,6 +30,14 @@ def test_facts_of_this_machine(stage_folder, tmp_path):
     assert found["packages"]["torch"]
     assert len(found["code"]) == len(found["data"]) == 64
     assert "gpus" not in found
+
+
+def test_folder_of_the_node_that_is_not_there_is_said(stage_folder, tmp_path):
+    found = node_facts("node7", stage_folder, tmp_path / "absent", gpus=0, seconds=1)
+    assert "local_folder_gb" not in found
+    assert "No such file" in found["own_problems"][0]
+    assert "cannot be written to" in found["own_problems"][1]
+    assert judge(["node7", "node8"], {"node7": found, "node8": found | {"own_problems": []}}, {}, 0, Preflight()).bad
 
 
 def test_code_hash_sees_every_file_and_name(tmp_path):
