@@ -20,12 +20,13 @@ def split_tf32(x):
 
 @triton.jit
 def advance(
-    mean, importance, keys, values, precisions, weights, begin, end, H, stride_k, stride_v, stride_beta,
-    DENSE: tl.constexpr, BLOCK: tl.constexpr,
+    mean, importance, keys, inside_k, values, precisions, weights, begin, end, H, stride_k, stride_v, stride_beta,
+    DENSE: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The states [BLOCK_K, BLOCK_V] behind tokens begin to end - 1, at most BLOCK, for bf16 keys, by matrix products.
 
-    `weights` are log_alpha where the block is dense, otherwise 1 / a_t, by which the states are divided too.
+    `weights` are log_alpha where the block is dense, otherwise 1 / a_t, by which the states are divided too. Rows of
+    keys that are not `inside_k` [BLOCK_K, 1] are padding, unless EVEN.
     """
     t = begin + tl.arange(0, BLOCK)
     inside = t < end
@@ -35,7 +36,8 @@ def advance(
         mean *= tl.exp(total)
         importance *= tl.exp(total)
         weight = tl.exp(total - tl.cumsum(weight))
-    key = tl.load(keys + t[None, :] * stride_k, mask=inside[None, :], other=0.0).to(tl.float32)
+    inside_key = inside[None, :] if EVEN else inside[None, :] & inside_k
+    key = tl.load(keys + t[None, :] * stride_k, mask=inside_key, other=0.0).to(tl.float32)
     value = tl.load(values + t[:, None] * stride_v, mask=inside[:, None], other=0.0).to(tl.float32)
     high, low = split_tf32(value * weight[:, None])
     mean = tl.dot(key, high, tl.dot(key, low, mean, input_precision="tf32"), input_precision="tf32")
@@ -107,14 +109,14 @@ def fill_waypoints(
             )  # fmt: skip
         elif DENSE:
             mean, importance = advance(
-                mean, importance, k + natural_k, values + columns, precisions + columns, weights, begin, end, H,
-                stride_k, stride_v, stride_beta, DENSE, DENSE_BLOCK,
+                mean, importance, k + natural_k, natural_k < K, values + columns, precisions + columns, weights,
+                begin, end, H, stride_k, stride_v, stride_beta, DENSE, DENSE_BLOCK, EVEN,
             )  # fmt: skip
         else:
             for base in tl.range(begin, end, WALK, num_stages=1):
                 mean, importance = advance(
-                    mean, importance, k + natural_k, values + columns, precisions + columns, weights, base, end, H,
-                    stride_k, stride_v, stride_beta, DENSE, WALK,
+                    mean, importance, k + natural_k, natural_k < K, values + columns, precisions + columns, weights,
+                    base, end, H, stride_k, stride_v, stride_beta, DENSE, WALK, EVEN,
                 )  # fmt: skip
         # Addresses that are formed here take no registers from the products.
         slot = waypoints + place * 2 * TILE + anew(rows) * BLOCK_V + columns
