@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from palimpsa_kernels.triton.chunks import Chunks
+from palimpsa_kernels.triton.launches import cdiv
 from palimpsa_kernels.triton.primitives import chunk_bounds, chunk_document
 
 GROUP = 4
@@ -109,7 +110,7 @@ def chunk_decays(log_alpha: Tensor, chunks: Chunks, *, from_start: Tensor | None
     heads = log_alpha.shape[2]
     to_end = torch.empty_like(log_alpha)
     total = log_alpha.new_empty(chunks.places, heads)
-    grid = (chunks.places, triton.cdiv(heads, HEADS_PER_PROGRAM))
+    grid = (chunks.places, cdiv(heads, HEADS_PER_PROGRAM))
     chunk_decay_kernel[grid](
         log_alpha, chunks.table, to_end, to_end if from_start is None else from_start, total, heads,
         BLOCK_H=HEADS_PER_PROGRAM, FROM_START=from_start is not None, num_warps=1,
@@ -121,11 +122,11 @@ def make_spans(log_alpha: Tensor, chunks: Chunks, growth: float) -> Spans:
     """Cut every chunk of every head into spans over which a state, divided by its decay, grows by `growth` at most."""
     heads = log_alpha.shape[2]
     inv_a, rescale = torch.empty_like(log_alpha), torch.empty_like(log_alpha)
-    slots = triton.cdiv(chunks.size, GROUP)
+    slots = cdiv(chunks.size, GROUP)
     starts = torch.empty(chunks.places, slots, heads, device=log_alpha.device, dtype=torch.int32)
     counts = torch.empty(chunks.places, heads, device=log_alpha.device, dtype=torch.int32)
     any_dense = torch.zeros(1, device=log_alpha.device, dtype=torch.int32)
-    grid = (chunks.places, triton.cdiv(heads, HEADS_PER_PROGRAM))
+    grid = (chunks.places, cdiv(heads, HEADS_PER_PROGRAM))
     span_kernel[grid](
         log_alpha, chunks.table, inv_a, rescale, starts, counts, any_dense, heads, growth, slots,
         BLOCK_H=HEADS_PER_PROGRAM, GROUP=GROUP, num_warps=1,

@@ -14,6 +14,7 @@ from torch import Tensor
 from palimpsa_kernels.triton.adjoint import adjoint_kernel
 from palimpsa_kernels.triton.chunks import Chunks
 from palimpsa_kernels.triton.decay import Spans
+from palimpsa_kernels.triton.launches import cdiv, next_power_of_2
 from palimpsa_kernels.triton.primitives import chunk_bounds, row_lanes
 from palimpsa_kernels.triton.targets import adjoint_tiles, capability
 from palimpsa_kernels.triton.tiles import in_pairs, pack_query_key
@@ -65,8 +66,8 @@ def tile_of(key_dim: int, value_dim: int, target: int) -> tuple[int, int]:
         fits = key_dim % tile[0] == 0 or (tile[0] == 64 and key_dim % 64 >= 48)
         if fits and value_dim % tile[1] == 0:
             return tile
-    block_k = 64 if key_dim % 64 == 0 else 16 if key_dim % 16 == 0 else min(64, triton.next_power_of_2(key_dim))
-    return block_k, max(1, min(ELEMENTS // block_k, triton.next_power_of_2(value_dim)))
+    block_k = 64 if key_dim % 64 == 0 else 16 if key_dim % 16 == 0 else min(64, next_power_of_2(key_dim))
+    return block_k, max(1, min(ELEMENTS // block_k, next_power_of_2(value_dim)))
 
 
 @functools.cache
@@ -83,6 +84,7 @@ def layout_fits(kernel: Any, block_v: int) -> bool:
     return fits
 
 
+@functools.cache
 def processors(device: torch.device) -> int:
     """Multiprocessors of the device; 1 under the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -115,7 +117,7 @@ def elementwise_gradients(
     heads, value_dim = v.shape[2:]
     target = capability(q.device)
     block_k, block_v = tile_of(key_dim, value_dim, target)
-    parts_k, parts_v = triton.cdiv(key_dim, block_k), triton.cdiv(value_dim, block_v)
+    parts_k, parts_v = cdiv(key_dim, block_k), cdiv(value_dim, block_v)
     parts = parts_k * parts_v
     part_dtype = torch.float32 if v.dtype == torch.float32 else torch.bfloat16
 
@@ -125,15 +127,15 @@ def elementwise_gradients(
     even = key_dim % block_k == 0 and value_dim % block_v == 0
     exact = not (value_dim % block_v == 0 and (block_k, block_v) in adjoint_tiles(target) and in_pairs(v, beta, dy))
     rows = block_k // row_lanes(block_k, block_v)
-    row_length = triton.cdiv(key_dim, rows) * rows
+    row_length = cdiv(key_dim, rows) * rows
     row_bytes = 2 * chunks.size * heads * parts_v * row_length * part_dtype.itemsize
     # Of equal size: a short last one would take as long as its longest chunk.
-    at_once = triton.cdiv(chunks.places, max(1, round(chunks.places * row_bytes / PARTS_BYTES)))
+    at_once = cdiv(chunks.places, max(1, round(chunks.places * row_bytes / PARTS_BYTES)))
     row_parts = torch.empty(
         at_once, chunks.size, heads, parts_v, 2, row_length, device=q.device, dtype=part_dtype
     )  # fmt: skip
     programs = min(at_once * heads * parts, PROGRAMS_PER_PROCESSOR * processors(q.device))
-    slots = DENSE_BLOCK // 2 + max(triton.cdiv(chunks.size, DENSE_BLOCK), spans.slots)
+    slots = DENSE_BLOCK // 2 + max(cdiv(chunks.size, DENSE_BLOCK), spans.slots)
     scratch = states.new_empty(programs, slots, 2, block_k * block_v)
 
     # Tokens behind the last offset take no gradient.
@@ -171,7 +173,7 @@ def elementwise_gradients(
                 launch(first_chunk, count, exact, dense)
         sum_parts_kernel[(count * chunks.size, groups)](
             row_parts, chunks.table, dq, dk, scale, first_chunk, chunks.size, groups,
-            K=key_dim, PARTS=sharing, ROWS=rows, BLOCK_K=triton.next_power_of_2(key_dim),
-            BLOCK_P=min(32, triton.next_power_of_2(sharing)), num_warps=4 if sharing > 16 else 1,
+            K=key_dim, PARTS=sharing, ROWS=rows, BLOCK_K=next_power_of_2(key_dim),
+            BLOCK_P=min(32, next_power_of_2(sharing)), num_warps=4 if sharing > 16 else 1,
         )  # fmt: skip
     return ElementwiseGradients(dq, dk, dv_parts, dbeta_parts, dlog_alpha_parts, dprior_parts, adjoints)

@@ -7,7 +7,6 @@ else is computed anew.
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from palimpsa_kernels.carry import Carry
@@ -15,6 +14,7 @@ from palimpsa_kernels.triton.chunks import make_chunks
 from palimpsa_kernels.triton.decay import chunk_decays, make_spans
 from palimpsa_kernels.triton.elementwise import elementwise_gradients
 from palimpsa_kernels.triton.incoming import add_incoming, decay_gradient
+from palimpsa_kernels.triton.launches import next_power_of_2, tokens_adjacent
 from palimpsa_kernels.triton.readout import readout
 from palimpsa_kernels.triton.states import (
     chunk_states,
@@ -33,15 +33,9 @@ MAX_SPLITS = 4
 MAX_CHUNK = 1024  # offsets inside of a chunk are 32 bits wide
 
 
-def tokens_adjacent(x: Tensor) -> Tensor:
-    """x [B, T, ...] with a fixed stride from each token to the next over all rows, and dense tokens."""
-    dense = x[0, 0].is_contiguous() if x.numel() else True
-    return x if dense and (len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1)) else x.contiguous()
-
-
 def default_chunk_size(tokens: int, heads: int) -> int:
     """Long chunks mean few stored states, short ones enough programs to fill the device."""
-    return min(128, max(64, triton.next_power_of_2(tokens * heads // 8192 + 1) // 2))
+    return min(128, max(64, next_power_of_2(tokens * heads // 8192 + 1) // 2))
 
 
 class ChunkPalimpsa(torch.autograd.Function):

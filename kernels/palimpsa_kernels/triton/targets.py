@@ -5,6 +5,7 @@ have their operands and sums: all in registers on Ampere (8.x), operands in shar
 memory of their own on Blackwell (10.0).
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from palimpsa_kernels.triton.launches import next_power_of_2
 HOPPER, BLACKWELL = 90, 100
 
 
+@functools.cache
 def capability(device: torch.device) -> int:
     """Compute capability as 10 * major + minor; without a CUDA device, for the interpreter, Hopper's."""
     if device.type != "cuda":
