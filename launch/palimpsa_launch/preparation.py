@@ -129,6 +129,13 @@ def tasks_left(config: Preparation, name: str) -> list[int]:
     return sorted({shard % array.tasks for shard, state in enumerate(states) if state.state != "complete"})
 
 
+def progress(config: Preparation) -> tuple[int, int]:
+    """-> shards that are complete, shards of the arrays whose first task has begun."""
+    folders = [_parse(array.command, "command").output for array in config.arrays.values()]
+    shards = [shard for folder in folders if (folder / "job.json").is_file() for shard in job_status(folder).shards]
+    return sum(shard.state == "complete" for shard in shards), len(shards)
+
+
 def finish(config: Preparation) -> int:
     """Merge the arrays' sets, run the commands behind them and mark the preparation; -> exit code.
 

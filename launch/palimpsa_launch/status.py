@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_palimpsa.config import StageConfig
 from megatron_palimpsa.training.console import clock, short_count
 from megatron_palimpsa.training.run_folder import RunFolder
-from palimpsa_launch import slurm
+from palimpsa_launch import preparation, slurm
 from palimpsa_launch.attempts import last_words, read_text
 from palimpsa_launch.runs import RunStep
 
@@ -171,7 +171,8 @@ def _identifier(step: RunStep) -> str:
 
 def _progress(step: RunStep, state: str) -> tuple[str, str, str, str]:
     if not isinstance(step.config, StageConfig):
-        return "-", "-", "-", "-"
+        made, shards = preparation.progress(step.config)
+        return f"{made:,}/{shards:,}" if shards else "-", "-", "-", "-"
     total, record = step.config.total_steps, step.last_record()
     if record is None:
         return f"0/{total:,}", "-", "-", "-"

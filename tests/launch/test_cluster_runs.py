@@ -1,5 +1,6 @@
 """A user's side of runs on a real SLURM with virtual nodes: mistakes, names, cancel and resume, arrays of `prep`."""
 
+import contextlib
 import json
 import os
 import random
@@ -226,7 +227,7 @@ def test_hundred_tasks_with_kills_requeues_and_a_lost_node_end_with_a_set_that_v
     while cluster.state(finish) not in ("COMPLETED", "FAILED", "CANCELLED"):
         assert time.monotonic() < deadline, done
         time.sleep(1)
-        if sum(done.values()) < 30:
+        if sum(done.values()) < 30 and draw.random() < 0.5:
             _disturb(cluster, array, tmp_path, draw, done)
     assert cluster.state(finish) == "COMPLETED", (run / "data" / "logs" / f"job-{finish}.log").read_text()
     assert done["killed"] >= 5
@@ -250,8 +251,9 @@ def _disturb(cluster, array: str, folder: Path, draw: random.Random, done: dict[
         cluster.start_node("node2")
         done["lost"] += 1
     elif kind == "killed" and (processes := _tasks_of(folder)):
-        os.kill(draw.choice(processes), signal.SIGKILL)
-        done["killed"] += 1
+        with contextlib.suppress(ProcessLookupError):  # it has just come to its end
+            os.kill(draw.choice(processes), signal.SIGKILL)
+            done["killed"] += 1
     elif kind == "requeued":
         running = cluster.call("squeue", "--noheader", "--states=RUNNING", "--array", f"--jobs={array}", "-o%i").split()
         if running and subprocess.run(["scontrol", "requeue", draw.choice(running)], check=False).returncode == 0:

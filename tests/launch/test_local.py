@@ -11,7 +11,7 @@ import pytest
 import yaml
 from helpers.bpe import write_tokenizer
 from helpers.jobs import write_inputs
-from helpers.runs import read_checkpoint, run, write_stage
+from helpers.runs import Events, read_checkpoint, run, train_on_ranks, write_stage
 
 from megatron_palimpsa import cli
 from megatron_palimpsa.training.run_folder import RunFolder
@@ -55,6 +55,26 @@ def processes_of(folder: Path) -> list[str]:
     return found
 
 
+def test_killed_run_leaves_no_rank_behind_and_the_same_command_goes_on(recipe, tmp_path):
+    first = RunFolder(tmp_path / "runs" / "first")
+    command = (tmp_path / "first.yaml", "train.tokens=1536", "checkpoint.interval=2", "--nproc", "2")  # 24 steps
+    with start(*command) as process:
+        wait_for((first.checkpoints / "latest").exists)
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    wait_for(lambda: not processes_of(first.path))
+    assert not first.marker.exists()
+    answer = run("train", *command)
+    assert answer.returncode == 0, answer.stderr
+    assert "Resuming from" in answer.stdout  # what the first rank logs is shown
+    assert first.read_marker()["steps"] == 24
+    assert (first.path / "score").read_text() == "7"
+    (first.path / "score").unlink()
+    assert "[1/1] first: complete already" in run("train", *command).stdout
+    assert not (first.path / "score").exists()  # nor is it evaluated again
+
+
+@pytest.mark.long
 def test_run_on_two_processes_goes_on_after_a_kill_and_a_stop(recipe, tmp_path):
     runs = tmp_path / "runs"
     first, second = RunFolder(runs / "first"), RunFolder(runs / "second")
@@ -70,18 +90,15 @@ def test_run_on_two_processes_goes_on_after_a_kill_and_a_stop(recipe, tmp_path):
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate()
     assert process.returncode == 75, out
-    assert "step 24/24" in out  # what the first rank logs is shown
-    assert (runs / "first" / "score").read_text() == "7"
-    (runs / "first" / "score").unlink()
+    assert "step 24/24" in out
     answer = run("train", recipe, *changes)
     assert answer.returncode == 0, answer.stderr
     assert "[1/2] first: complete already" in answer.stdout
-    assert not (runs / "first" / "score").exists()  # nor is it evaluated again
     assert second.read_marker()["steps"] == 24
-    # The weights are those of a run that nobody disturbed, each stage by itself in one process tree.
+    # The weights are those of stages that nobody disturbed.
     moved = (f"output_dir={tmp_path / 'other'}", "train.tokens=1536", "checkpoint.interval=2")
     for name in ("first", "second"):
-        assert run("train", tmp_path / f"{name}.yaml", *moved, ranks=2).returncode == 0
+        assert train_on_ranks(tmp_path / f"{name}.yaml", *moved, ranks=[Events()] * 2) == [0, 0]
     ends = []
     for number, output in enumerate((runs, tmp_path / "other")):
         (scratch := tmp_path / f"scratch-{number}").mkdir()

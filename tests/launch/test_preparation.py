@@ -79,8 +79,10 @@ def test_what_is_missing_is_found_before_a_task_starts(command, expected):
 def test_only_tasks_with_shards_to_make_are_left():
     config = load()
     assert preparation.tasks_left(config, "web") == [0, 1]
+    assert preparation.progress(config) == (0, 0)
     assert cli.main([*preparation.words(COMMAND), "--shard", "1/2"]) == 0
     assert preparation.tasks_left(config, "web") == [0]  # shards 0 and 2
+    assert preparation.progress(config) == (1, 3)
     assert preparation.tasks_left(load(arrays={"web": {"command": COMMAND, "tasks": 100}}), "web") == [0, 2]
     assert cli.main([*preparation.words(COMMAND), "--shard", "0/2"]) == 0
     assert preparation.tasks_left(config, "web") == []
