@@ -12,6 +12,8 @@ from typing import NoReturn
 
 from megatron_palimpsa.config import ConfigError
 
+_CPU_SHARE = Path("/sys/fs/cgroup/cpu.max")
+
 
 def is_launched() -> bool:
     """Whether a launcher started this process, if only one."""
@@ -34,9 +36,18 @@ def ranks_of_this_machine() -> int:
 
 
 def cores() -> int:
-    """Of this machine, as many as each of its ranks may keep busy."""
+    """Of those that this process may use, as many as each rank of the machine may keep busy."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, usable // ranks_of_this_machine())
+    return max(1, min(usable, _share_of_cores() or usable) // ranks_of_this_machine())
+
+
+def _share_of_cores() -> int | None:
+    """Cores whose time a container gets of its machine's; None for all."""
+    try:
+        quota, period = _CPU_SHARE.read_text().split()
+    except (OSError, ValueError):
+        return None
+    return max(1, int(quota) // int(period)) if quota.isdecimal() and period.isdecimal() and int(period) else None
 
 
 def world_size() -> int:
