@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 from megatron_palimpsa.config import ConfigError, StageConfig, check_stage
 from megatron_palimpsa.training.memory import estimate_memory
@@ -14,7 +15,8 @@ USABLE = 0.95
 """Of a GPU's memory; the CUDA context, NCCL and gaps between the allocator's blocks take the rest."""
 _DEGREES = (2, 4, 8)
 
-Change = dict[str, dict[str, object]]
+Change = dict[str, object]
+"""Value of each key, `section.key`."""
 
 
 def gpu_memory() -> int | None:
@@ -45,50 +47,79 @@ def advise(config: StageConfig, world_size: int, memory: int) -> list[str]:
         return found
     together: Change = {}
     for change in cheap:
-        together = _merge(together, change)
+        together |= change
     combined = [together, *_more_gpus(config, together)]
     return [line for change in combined if (line := _line(config, change, world_size, memory))]
 
 
 def _cheap(config: StageConfig, world_size: int) -> Iterator[Change]:
     train, parallel = config.train, config.parallel
-    if not parallel.distributed_optimizer and world_size > parallel.tp * parallel.pp:
-        yield {"parallel": {"distributed_optimizer": True}}
+    replicas = world_size // (parallel.tp * parallel.pp)
+    if parallel.engine == "deepspeed":
+        yield from _higher_stages(config, replicas)
+    elif not parallel.distributed_optimizer and replicas > 1:
+        yield {"parallel.distributed_optimizer": True}
     if train.micro_batch_size > 1:
-        yield {"train": {"micro_batch_size": 1}}
+        yield {"train.micro_batch_size": 1}
     if train.recompute == "none":
-        yield {"train": {"recompute": "selective"}}
+        yield {"train.recompute": "selective"}
     if train.recompute != "full":
-        yield {"train": {"recompute": "full"}}
+        yield {"train.recompute": "full"}
+    if parallel.engine == "deepspeed":
+        yield from _offload(config)
+
+
+def _higher_stages(config: StageConfig, replicas: int) -> Iterator[Change]:
+    if replicas > 1:
+        for stage in range(config.parallel.deepspeed.zero_stage + 1, 4):
+            yield {"parallel.deepspeed.zero_stage": stage}
+
+
+def _offload(config: StageConfig) -> Iterator[Change]:
+    zero = config.parallel.deepspeed
+    stage = "parallel.deepspeed.zero_stage"
+    optimizer: Change = {"parallel.deepspeed.offload_optimizer": True}
+    if not zero.offload_optimizer:
+        yield optimizer if zero.zero_stage > 0 else {stage: 1, **optimizer}
+    if config.parallel.pp == 1 and not (zero.offload_optimizer and zero.zero_stage == 3):
+        yield {stage: 3, **optimizer}
+    if config.parallel.pp == 1 and not zero.offload_parameters:
+        yield {stage: 3, **optimizer, "parallel.deepspeed.offload_parameters": True}
 
 
 def _more_gpus(config: StageConfig, base: Change) -> Iterator[Change]:
     parallel = config.parallel
     for degree in _DEGREES:
-        yield _merge(base, {"parallel": {"tp": degree * parallel.tp, "sequence_parallel": True}})
-        yield _merge(base, {"parallel": {"cp": degree * parallel.cp}})
+        yield {**base, "parallel.tp": degree * parallel.tp, "parallel.sequence_parallel": True}
+        yield {**base, "parallel.cp": degree * parallel.cp}
 
 
-def _merge(one: Change, other: Change) -> Change:
-    return {section: one.get(section, {}) | other.get(section, {}) for section in one | other}
+def _value(settings: Any, path: list[str]) -> object:
+    for name in path:
+        settings = getattr(settings, name)
+    return settings
+
+
+def _replaced(settings: Any, path: list[str], value: object) -> Any:
+    name, *rest = path
+    return dataclasses.replace(settings, **{name: _replaced(getattr(settings, name), rest, value) if rest else value})
 
 
 def _line(config: StageConfig, change: Change, world_size: int, memory: int) -> str | None:
     """The change and its estimate; None where it cannot run or does not fit."""
-    sections = {name: dataclasses.replace(getattr(config, name), **keys) for name, keys in change.items()}
-    changed = dataclasses.replace(config, **sections)
+    changed = config
+    for key, value in change.items():
+        changed = _replaced(changed, key.split("."), value)
     ranks = world_size * changed.parallel.replica_size // config.parallel.replica_size
     try:
         check_stage(changed, ranks)
     except ConfigError:
         return None
-    total = estimate_memory(changed, ranks // changed.parallel.replica_size).total
-    if not fits(total, memory):
+    estimate = estimate_memory(changed, ranks // changed.parallel.replica_size)
+    if not fits(estimate.total, memory):
         return None
     keys = " ".join(
-        f"{section}.{key}={str(value).lower()}"
-        for section, values in change.items()
-        for key, value in values.items()
-        if getattr(getattr(config, section), key) != value
+        f"{key}={str(value).lower()}" for key, value in change.items() if _value(config, key.split(".")) != value
     )
-    return f"{keys}: {total / 1e9:.1f} GB" + (f" on {ranks} GPUs" if ranks > 1 else "")
+    host = f" and {estimate.host / 1e9:.1f} GB of host memory" if estimate.host else ""
+    return f"{keys}: {estimate.total / 1e9:.1f} GB{host}" + (f" on {ranks} GPUs" if ranks > 1 else "")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from megatron_palimpsa.config import StageConfig
 from megatron_palimpsa.training.activations import Shapes, backward, formed_again, kept, shapes_of
 from megatron_palimpsa.training.parameters import layers_of_rank, rank_parameters
+from megatron_palimpsa.training.zero_memory import zero_state
 
 WORKSPACE_BYTES = 64 * 2**20
 """cuBLAS's scratch memory on Hopper."""
@@ -25,11 +26,16 @@ class MemoryEstimate:
     gradients: int
     optimizer: int
     activations: int
-    """Beyond weights, gradients and optimizer at the peak: in the backward pass or at the loss."""
+    """Beyond all else at the peak: in the backward pass or at the loss."""
+    buffers: int = 0
+    """Of DeepSpeed's ZeRO: buckets of gradients and gathered weights."""
+    host: int = 0
+    """In host memory, not on the GPU."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations
+        """On the GPU."""
+        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
 
 def estimate_memory(config: StageConfig, data_parallel_size: int) -> MemoryEstimate:
@@ -41,14 +47,25 @@ def estimate_memory(config: StageConfig, data_parallel_size: int) -> MemoryEstim
 def _of_rank(config: StageConfig, pipeline_rank: int, data_parallel_size: int) -> MemoryEstimate:
     shapes, parallel = shapes_of(config), config.parallel
     held = rank_parameters(config, pipeline_rank)
+    activations = _activations(config, shapes, pipeline_rank, config.num_microbatches(data_parallel_size))
+    replicas = data_parallel_size * parallel.cp
+    if parallel.engine == "deepspeed":
+        zero = zero_state(config, held, replicas, shapes.size)
+        return MemoryEstimate(
+            weights=zero.weights,
+            gradients=zero.gradients,
+            optimizer=zero.optimizer,
+            activations=max(zero.reduced, activations) + WORKSPACE_BYTES,
+            buffers=zero.buffers,
+            host=zero.host,
+        )
     # Gradients are fp32; Adam holds two fp32 moments and, of bf16 weights, an fp32 copy.
-    owned = held / (data_parallel_size * parallel.cp) if parallel.distributed_optimizer else held
-    microbatches = config.num_microbatches(data_parallel_size)
+    owned = held / replicas if parallel.distributed_optimizer else held
     return MemoryEstimate(
         weights=held * shapes.size,
         gradients=held * 4,
         optimizer=round(owned * (12 if shapes.size == 2 else 8)),
-        activations=_activations(config, shapes, pipeline_rank, microbatches) + WORKSPACE_BYTES,
+        activations=activations + WORKSPACE_BYTES,
     )
 
 

@@ -6,7 +6,7 @@ from megatron_palimpsa.config import ModelConfig, ParallelConfig, StageConfig
 from megatron_palimpsa.engine.flops import train_flops_per_token
 from megatron_palimpsa.training.advice import USABLE, advise, fits
 from megatron_palimpsa.training.console import short_count
-from megatron_palimpsa.training.memory import estimate_memory
+from megatron_palimpsa.training.memory import MemoryEstimate, estimate_memory
 from megatron_palimpsa.training.parameters import count_parameters, rank_parameters
 from megatron_palimpsa.training.stages import Source
 
@@ -52,9 +52,9 @@ def describe(
         *(f"{'data' if index == 0 else '':<14} {line}" for index, line in enumerate(data)),
         f"memory a rank  about {_size(memory.total)}: weights {_size(memory.weights)}, "
         f"gradients {_size(memory.gradients)}, optimizer {_size(memory.optimizer)}, "
-        f"activations {_size(memory.activations)} on a GPU at the peak; "
+        f"activations {_size(memory.activations)}{_of_zero(memory)} on a GPU at the peak; "
         f"the CUDA context {'and NCCL come' if world_size > 1 else 'comes'} on top"
-        f"{_uncounted(parallel)}",
+        f"{_unmeasured(parallel)}",
         *_fit(config, world_size, memory.total, gpu_memory),
         f"checkpoints    every {config.checkpoint.interval:,} steps, {config.checkpoint.keep} kept, about "
         f"{_size(checkpoint_bytes(model))} each{copy}",
@@ -68,13 +68,18 @@ def _optimizer(parallel: ParallelConfig) -> str:
     return f"{'distributed' if parallel.distributed_optimizer else 'replicated'} optimizer"
 
 
-def _uncounted(parallel: ParallelConfig) -> str:
-    return "; counted for the Megatron engine, ZeRO's partitions differ" if parallel.engine == "deepspeed" else ""
+def _of_zero(memory: MemoryEstimate) -> str:
+    buffers = f", buffers {_size(memory.buffers)}" if memory.buffers else ""
+    return buffers + (f", {_size(memory.host)} in host memory," if memory.host else "")
+
+
+def _unmeasured(parallel: ParallelConfig) -> str:
+    return "; not measured with DeepSpeed yet" if parallel.engine == "deepspeed" else ""
 
 
 def _fit(config: StageConfig, world_size: int, total: int, gpu_memory: int | None) -> list[str]:
     """Whether the stage fits into a GPU, and what would make it fit."""
-    if gpu_memory is None or config.parallel.engine == "deepspeed":
+    if gpu_memory is None:
         return []
     if fits(total, gpu_memory):
         return [f"{'':<14} fits into a GPU of {_size(gpu_memory)}"]

@@ -38,7 +38,7 @@ class LiveMemory(TorchDispatchMode):
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._known:
+        if storage in self._known or storage.device.type == "meta":
             return
         size = -(-storage.nbytes() // 512) * 512
         self._known.add(storage)

@@ -54,6 +54,29 @@ def test_a_replicated_optimizer_is_spread_over_the_ranks_there_are():
     assert not any("distributed" in way for way in advise(stage(*overrides), 1, 45 * GB))
 
 
+ZERO_1 = ["parallel.engine=deepspeed", "parallel.deepspeed.zero_stage=1", "train.global_batch_tokens=32768"]
+
+
+def test_under_deepspeed_it_is_higher_stages_and_offload():
+    config = stage(*ZERO_1)
+    ways = advise(config, 8, 40 * GB)
+    assert any(way.startswith("parallel.deepspeed.zero_stage=3: ") and way.endswith(" on 8 GPUs") for way in ways)
+    assert not any("distributed_optimizer" in way for way in ways)
+    for way in ways:
+        keys, number = re.fullmatch(
+            r"(.*): ([\d.]+) GB(?: and [\d.]+ GB of host memory)?(?: on \d+ GPUs)?", way
+        ).groups()
+        changed = stage(*ZERO_1, *keys.split())
+        ranks = int(re.search(r"on (\d+) GPUs", way)[1])
+        total = estimate_memory(changed, ranks // changed.parallel.replica_size).total
+        assert float(number) == pytest.approx(total / GB, abs=0.06)
+    # Spread over one rank, nothing is gained but by offload.
+    alone = advise(config, 1, 60 * GB)
+    assert alone[0].startswith("parallel.deepspeed.offload_optimizer=true: ")
+    assert "of host memory" in alone[0]
+    assert not any(way.startswith("parallel.deepspeed.zero_stage=3: ") for way in alone)
+
+
 def plan(memory: int | None, *overrides: str) -> str:
     return describe(stage(*overrides), 1, None, [], memory)
 
@@ -66,6 +89,15 @@ def test_the_plan_says_whether_it_fits_and_what_would():
     hopeless = plan(GB)
     assert "nor with full recomputation on eight times the GPUs" in hopeless
     assert "fit" not in plan(None)
+
+
+def test_the_plan_names_buffers_and_host_memory_under_deepspeed_and_that_nothing_was_measured():
+    text = plan(141 * GB, *ZERO_1, "parallel.deepspeed.offload_optimizer=true")
+    assert "buffers 2.26 GB" in text
+    assert "in host memory" in text
+    assert "not measured with DeepSpeed yet" in text
+    assert "fits into a GPU of 141 GB" in text
+    assert "measured" not in plan(141 * GB)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.stages import tiny_stage
-from helpers.step_memory import measured, stage
+from helpers.step_memory import measured, measured_zero, stage
 
 from megatron_palimpsa import parallel
+from megatron_palimpsa.config import StageConfig
 from megatron_palimpsa.training import memory
 from megatron_palimpsa.training.memory import MemoryEstimate, estimate_memory
 
@@ -39,6 +40,59 @@ def test_the_estimate_is_what_a_step_holds(monkeypatch, case):
     estimate = estimate_memory(config, 1)
     assert estimate.total - estimate.activations == pytest.approx(between_steps, rel=0.02)
     assert estimate.total == pytest.approx(peak, rel=0.03)
+
+
+ZERO: dict[str, Any] = {"reduce_bucket_size": 100_000}
+ZERO_CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "stage 0": (ZERO | {"zero_stage": 0}, "bf16"),
+    "stage 1": (ZERO | {"zero_stage": 1}, "bf16"),
+    "stage 2": (ZERO | {"zero_stage": 2}, "bf16"),
+    "stage 3": (ZERO | {"zero_stage": 3, "stage3_param_persistence_threshold": 1000}, "bf16"),
+    "stage 2, fp32": (ZERO | {"zero_stage": 2}, "fp32"),
+    "stage 3, fp32": (ZERO | {"zero_stage": 3}, "fp32"),
+}
+OFFLOAD = {"offload_optimizer": True}
+OFFLOAD_CASES: dict[str, dict[str, Any]] = {
+    "stage 1": ZERO | OFFLOAD | {"zero_stage": 1},
+    "stage 2": ZERO | OFFLOAD | {"zero_stage": 2},
+    "stage 3": ZERO | OFFLOAD | {"zero_stage": 3},
+    # Nothing gathered ahead, so that nothing of it counts as held.
+    "stage 3, all": ZERO | OFFLOAD | {"zero_stage": 3, "offload_parameters": True, "stage3_max_live_parameters": 0},
+}
+
+
+def of_zero(settings: dict[str, Any], precision: str = "bf16") -> StageConfig:
+    pytest.importorskip("deepspeed")
+    # As many parameters as activations, or neither would be seen.
+    model = {"hidden_size": 256, "seq_length": 256}
+    train = {"precision": precision, "global_batch_tokens": 512}
+    return stage({"model": model, "train": train, "parallel": {"engine": "deepspeed", "deepspeed": settings}})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts without a GPU what would be there")
+@pytest.mark.parametrize("case", ZERO_CASES)
+def test_the_estimate_is_what_a_step_under_zero_holds(monkeypatch, case):
+    monkeypatch.setattr(memory, "WORKSPACE_BYTES", 0)
+    config = of_zero(*ZERO_CASES[case])
+    try:
+        peak, _, _ = measured_zero(config)
+    finally:
+        parallel.destroy()
+    assert estimate_memory(config, 1).total == pytest.approx(peak, rel=0.03)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts without a GPU what would be there")
+@pytest.mark.parametrize("case", OFFLOAD_CASES)
+def test_what_is_offloaded_is_in_host_memory_and_nothing_else(case):
+    config = of_zero(OFFLOAD_CASES[case])
+    try:
+        _, gpu, host = measured_zero(config)
+    finally:
+        parallel.destroy()
+    estimate = estimate_memory(config, 1)
+    assert estimate.host == pytest.approx(host, rel=0.02)
+    # Before Adam's step, when the activations are gone.
+    assert gpu == pytest.approx(estimate.weights + estimate.gradients + estimate.buffers, rel=0.04)
 
 
 MAMBA2_2_7B = {
@@ -88,3 +142,29 @@ def test_the_pipeline_keeps_several_microbatches_in_flight():
     single = of_2_7b(2, {"seq_length": 2**18}, pp=2)
     alone = of_2_7b(1, {"seq_length": 2**18})
     assert 0.45 * alone.activations < single.activations < 0.6 * alone.activations
+
+
+def of_zero_2_7b(world_size: int = 1, **settings: Any) -> MemoryEstimate:
+    return of_2_7b(world_size, engine="deepspeed", deepspeed=settings)
+
+
+def test_zero_spreads_one_thing_more_a_stage():
+    parameters = 2_702_599_680
+    nothing, one, two, three = (of_zero_2_7b(4, zero_stage=stage) for stage in range(4))
+    assert (nothing.weights, nothing.gradients, nothing.optimizer) == (2 * parameters, 4 * parameters, 12 * parameters)
+    assert (one.weights, one.gradients, one.optimizer * 4) == (2 * parameters, 4 * parameters, 12 * parameters)
+    assert (two.weights, two.gradients * 4, two.optimizer) == (2 * parameters, 4 * parameters, one.optimizer)
+    assert (three.weights * 4, three.gradients, three.optimizer) == (2 * parameters, two.gradients, one.optimizer)
+    # Half the reuse distance and the prefetched, in bf16, beside the bucket in float32.
+    assert three.buffers == 2 * 550_000_000 + 4 * 500_000_000
+    assert nothing.total > one.total > two.total > three.total
+    assert nothing.host == 0
+
+
+def test_offload_takes_the_optimizer_off_the_gpu_and_then_the_weights():
+    parameters = 2_702_599_680
+    optimizer = of_zero_2_7b(2, zero_stage=3, offload_optimizer=True)
+    everything = of_zero_2_7b(2, zero_stage=3, offload_optimizer=True, offload_parameters=True)
+    assert (optimizer.weights, optimizer.gradients, optimizer.optimizer) == (parameters, 0, 0)
+    assert (everything.weights, everything.host - optimizer.host) == (0, parameters)
+    assert optimizer.host == 8 * parameters
