@@ -44,6 +44,8 @@ class Measurement:
     """Allocated at most, building included."""
     reserved_bytes: int | None
     """What the allocator took from the device at most."""
+    beside_bytes: int | None
+    """Used on the device beside that: the CUDA context, NCCL, kernels, and other processes."""
     saving: Saving | None = None
 
     @property
@@ -109,6 +111,7 @@ def _steps(engine: Engine, build_seconds: float, warmup: int, steps: int, save: 
         static_bytes=_largest(torch.cuda.memory_allocated),
         peak_bytes=_largest(torch.cuda.max_memory_allocated),
         reserved_bytes=_largest(torch.cuda.max_memory_reserved),
+        beside_bytes=_largest(_beside),
     )
     if save is None:
         return measured
@@ -119,6 +122,11 @@ def _batches(config: StageConfig) -> list[Any]:
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     count = min(_DISTINCT_BATCHES, config.num_microbatches(size))
     return [random_batch(config, seed=config.seed + rank * count + index) for index in range(count)]
+
+
+def _beside() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
 
 def _now() -> float:

@@ -23,6 +23,7 @@ MEASURED = Measurement(
     static_bytes=50 * 2**30,
     peak_bytes=80 * 2**30,
     reserved_bytes=90 * 2**30,
+    beside_bytes=2 * 2**30,
 )
 
 
@@ -38,6 +39,7 @@ def test_rates_come_from_the_median_step_and_mfu_from_all_devices(known):
     assert record["tokens_per_second"] == 32768
     assert (record["tokens_per_second_lowest"], record["tokens_per_second_highest"]) == (16384, 65536)
     assert record["mfu"] == pytest.approx(32768 * 2e10 / (2 * 989e12))
+    assert record["beside_bytes"] == 2 * 2**30
     assert record["estimate_error_percent"] == pytest.approx(100 * (record["estimate_bytes"] / (80 * 2**30) - 1))
 
 
