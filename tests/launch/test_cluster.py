@@ -1,9 +1,7 @@
 """Chains of stages on a real SLURM with virtual nodes, through what happens to jobs there."""
 
 import pytest
-import yaml
 from helpers.mini_slurm import mini_slurm, reason_to_skip, wait_until
-from helpers.runs import Events, read_checkpoint, train_on_ranks
 from helpers.standin_chain import StandInChain
 
 
@@ -91,25 +89,3 @@ def test_what_slurm_refuses_is_one_message(chain, capsys, options, expected):
     assert chain.submit(*options) == 2
     assert expected in capsys.readouterr().err
     assert not chain.runs.exists()
-
-
-@pytest.mark.long
-def test_requeued_stage_over_two_nodes_ends_with_the_weights_of_an_unbroken_one(chain, tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    chain.job.write_text(yaml.safe_dump({"time": "60", "gpus_per_node": 0, "processes_per_node": 1, "nodes": 2}))
-    chain.recipes.pop()
-    steps = "train.tokens=5120"  # 80
-    assert chain.submit(steps) == 0
-    wait_until("a checkpoint", (chain.runs / "first" / "checkpoints" / "latest").exists)
-    chain.cluster.call("scancel", "--batch", "--signal=USR1", chain.job_id("first"))
-    chain.wait_for("first", "COMPLETED")
-    assert "attempt 1 from step" in chain.log("first")
-    moved = f"output_dir={tmp_path / 'unbroken'}"
-    assert train_on_ranks(chain.recipes[0], steps, moved, ranks=[Events()] * 2) == [0, 0]
-    ends = []
-    for number, runs in enumerate((chain.runs, tmp_path / "unbroken")):
-        (scratch := tmp_path / f"scratch-{number}").mkdir()
-        ends.append(read_checkpoint(runs / "first" / "checkpoints" / "step-80", scratch))
-    broken, unbroken = ends
-    assert broken.keys() == unbroken.keys()
-    assert all(broken[key].equal(unbroken[key]) for key in broken)
