@@ -88,7 +88,9 @@ def wait_until[T](what: str, condition: Callable[[], T], seconds: float = 120) -
 
 
 @contextmanager
-def mini_slurm(nodes: int = 2, extra: str = "", gpus: int = 0) -> Iterator[MiniSlurm]:
+def mini_slurm(
+    nodes: int = 2, extra: str = "", gpus: int = 0, kind: type[MiniSlurm] | None = None
+) -> Iterator[MiniSlurm]:
     """A started cluster in a folder of its own; `extra` are more lines of slurm.conf, `gpus` (0 to 4) a node's."""
     # Munge wants a folder that every user may enter, which pytest's are not.
     folder = Path(tempfile.mkdtemp(prefix="mini-slurm-"))
@@ -96,7 +98,7 @@ def mini_slurm(nodes: int = 2, extra: str = "", gpus: int = 0) -> Iterator[MiniS
     # The shell sees the end of its input however this process ends.
     command = ["bash", "-c", 'trap "" INT TERM HUP; cat >/dev/null; sleep 1; rm -rf -- "$1"', "_", str(folder)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
-        cluster = MiniSlurm(folder, nodes, extra, gpus)
+        cluster = (kind or MiniSlurm)(folder, nodes, extra, gpus)
         try:
             cluster.start()
             yield cluster
@@ -116,7 +118,7 @@ class MiniSlurm:
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self) -> None:
-        folder, port = self.folder, _free_ports(len(self._nodes) + 1)
+        folder, port = self.folder, free_ports(len(self._nodes) + 1)
         for name in ("log", "run", "state", "spool", "munge"):
             (folder / name).mkdir(parents=True)
         (folder / "munge").chmod(0o700)
@@ -137,15 +139,19 @@ class MiniSlurm:
         files = {"key-file": "munge/key", "socket": "run/munge.socket", "pid-file": "run/munged.pid"}
         files |= {"log-file": "log/munged.log", "seed-file": "munge/seed"}
         options = [f"--{key}={folder / value}" for key, value in files.items()]
-        self._daemon("munged", "munged", "--foreground", "--num-threads=2", *options)
+        self.daemon("munged", "munged", "--foreground", "--num-threads=2", *options)
         wait_until("munge", (folder / "run" / "munge.socket").exists)
-        self._daemon("slurmctld", "slurmctld", "-D", "-c", "-f", str(self.conf))
+        self.before_controller()
+        self.daemon("slurmctld", "slurmctld", "-D", "-c", "-f", str(self.conf))
         for name in self._nodes:
             self.start_node(name)
         wait_until("the cluster", self._is_idle)
 
+    def before_controller(self) -> None:
+        """For daemons that the controller needs."""
+
     def start_node(self, name: str) -> None:
-        self._daemon(name, *_NAMESPACES, "bash", "-c", _NODE, "_", name, str(self.folder))
+        self.daemon(name, *_NAMESPACES, "bash", "-c", _NODE, "_", name, str(self.folder))
 
     def kill_node(self, name: str) -> None:
         """As if its power failed: slurmd and all that it started are gone at once."""
@@ -157,7 +163,7 @@ class MiniSlurm:
             daemon.kill()
             daemon.wait()
 
-    def _daemon(self, name: str, *command: str) -> None:
+    def daemon(self, name: str, *command: str) -> None:
         with (self.folder / "log" / f"{name}.out").open("ab") as output:
             self._daemons[name] = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", *command],
@@ -169,20 +175,17 @@ class MiniSlurm:
             )
 
     def _is_idle(self) -> bool:
-        answer = self._call("sinfo", "-hN", "-pdebug", "-tidle", "-o%N", check=False)
+        answer = self.call("sinfo", "-hN", "-pdebug", "-tidle", "-o%N", check=False)
         return answer.count("\n") == len(self._nodes)
 
     def state(self, job: str) -> str:
         """Such as RUNNING; "" for one that is forgotten."""
-        return self._call("squeue", "-h", "-tall", f"-j{job}", "-o%T", check=False).strip()
+        return self.call("squeue", "-h", "-tall", f"-j{job}", "-o%T", check=False).strip()
 
     def node_of(self, job: str) -> str:
-        return self._call("squeue", "-h", f"-j{job}", "-o%N").strip()
+        return self.call("squeue", "-h", f"-j{job}", "-o%N").strip()
 
-    def call(self, *command: str) -> str:
-        return self._call(*command)
-
-    def _call(self, *command: str, check: bool = True) -> str:
+    def call(self, *command: str, check: bool = True) -> str:
         answer = subprocess.run(
             command, env=self._environment(), capture_output=True, text=True, check=False, timeout=60
         )
@@ -193,9 +196,9 @@ class MiniSlurm:
         return os.environ | {"SLURM_CONF": str(self.conf)}
 
 
-def _free_ports(count: int) -> int:
+def free_ports(count: int, above: int = 17000) -> int:
     """The first of `count` free ports in a row, below those that clients get."""
-    for first in range(17000 + os.getpid() % 1000, 32000, count):
+    for first in range(above + os.getpid() % 1000, 32000, count):
         try:
             for port in range(first, first + count):
                 with socket.socket() as probe:
