@@ -16,7 +16,14 @@ PLACES = [
 ]
 # In docs/architecture.md a module is named without the folder that its paragraph is about.
 PLACES += [f"megatron_palimpsa/{folder}" for folder in ("model", "parallel", "engine", "training")]
-PLACES += ["data_prep", "launch", "launch/palimpsa_launch", "kernels/benchmarks", "data_prep/benchmarks"]
+PLACES += [
+    "data_prep",
+    "launch",
+    "launch/palimpsa_launch",
+    "launch/palimpsa_launch/templates",
+    "kernels/benchmarks",
+    "data_prep/benchmarks",
+]
 MADE_BY_RUNS = {"config.yaml", "report.md"}
 
 
