@@ -24,12 +24,12 @@ from megatron_palimpsa.config import ConfigError
 from megatron_palimpsa.engine.base import Engine
 from megatron_palimpsa.training import checkpoint_files as files
 from megatron_palimpsa.training import ranks
-from megatron_palimpsa.training.checkpoint_format import CheckpointError, Reader
+from megatron_palimpsa.training.checkpoint_format import CheckpointError, Reader, SaveError
 from megatron_palimpsa.training.checkpoint_random import is_layout, load_random
 from megatron_palimpsa.training.checkpoint_saver import Checkpointer
 from megatron_palimpsa.training.checkpoint_state import read_state, require_same_model
 
-__all__ = ["CheckpointError", "Checkpointer", "latest", "load", "read_progress", "require_shared", "save"]
+__all__ = ["CheckpointError", "Checkpointer", "SaveError", "latest", "load", "read_progress", "require_shared", "save"]
 
 _VISIBLE_WITHIN = 30.0
 """Seconds until a new file on a network file system is seen from every node."""
@@ -39,7 +39,7 @@ def save(folder: Path, step: int, engine: Engine, progress: dict[str, Any], keep
     """Save and return when the checkpoint is on disk and the latest; see `Checkpointer`, which a run keeps. Collective.
 
     Raises:
-        CheckpointError: as `Checkpointer.save`.
+        SaveError: as `Checkpointer.save`.
     """
     Checkpointer(folder, engine, keep, background=False).save(step, progress)
     return folder / f"step-{step}"

@@ -44,6 +44,10 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message names it and says what is left."""
 
 
+class SaveError(CheckpointError):
+    """A save failed on some rank; raised on all of them."""
+
+
 class Cancelled(Exception):
     """Another rank failed: the file being written is of no use."""
 

@@ -33,6 +33,7 @@ from megatron_palimpsa.training.checkpoint_format import (
     Cancelled,
     CheckpointError,
     RankFile,
+    SaveError,
     write_index,
     write_rank_file,
 )
@@ -101,7 +102,7 @@ class Checkpointer:
             progress: the loop's own position, as JSON has it; given back by `checkpoint.load`.
 
         Raises:
-            CheckpointError: on every rank, where any rank could not write (disk full, for instance); the checkpoints
+            SaveError: on every rank, where any rank could not write (disk full, for instance); the checkpoints
                 there before are untouched and nothing half-written has a checkpoint's name.
         """
         self.finish()
@@ -150,7 +151,7 @@ class Checkpointer:
         """At a step boundary: see to a save on its way; without one nothing happens.
 
         Raises:
-            CheckpointError: as `save`.
+            SaveError: as `save`.
         """
         save = self._save
         if save is None:
@@ -190,7 +191,7 @@ class Checkpointer:
         """Wait until no save is on its way.
 
         Raises:
-            CheckpointError: as `save`.
+            SaveError: as `save`.
         """
         while self._save is not None:
             self._save.task.join()
@@ -225,8 +226,8 @@ def _raise(error: BaseException) -> Any:
     return work
 
 
-def _failed(final: Path, reason: str) -> CheckpointError:
-    return CheckpointError(f"{final}: could not be saved ({reason}); the checkpoints before it are untouched")
+def _failed(final: Path, reason: str) -> SaveError:
+    return SaveError(f"{final}: could not be saved ({reason}); the checkpoints before it are untouched")
 
 
 def _reason(error: BaseException | None) -> str:

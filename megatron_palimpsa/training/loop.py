@@ -9,7 +9,7 @@ import time
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_palimpsa import parallel
+from megatron_palimpsa import launcher, parallel
 from megatron_palimpsa.config import ConfigError, StageConfig
 from megatron_palimpsa.engine.base import Engine
 from megatron_palimpsa.engine.select import build_engine
@@ -57,7 +57,9 @@ def train_stage(
             run.checkpoints.close()
             return code
     except checkpoint.CheckpointError as error:
-        logger.error("%s", error)
+        # What all ranks know, one says.
+        if launcher.rank() == 0 or not isinstance(error, checkpoint.SaveError):
+            logger.error("%s", error)
         return ExitCode.FAILED
 
 
@@ -203,11 +205,14 @@ class _Run:
 
     def _give_up(self, reason: str) -> ExitCode:
         # Not saved: the last checkpoint, from before these steps, is the better place to go on from.
+        failed = None
         try:
             self.checkpoints.finish()
-        except checkpoint.CheckpointError as error:
-            logger.error("%s", error)
+        except checkpoint.SaveError as error:
+            failed = error
         if ranks.is_main():
+            if failed is not None:
+                logger.error("%s", failed)
             logger.error(
                 "%s; stopping at step %d. Checkpoint to go on from: %s",
                 reason,

@@ -10,7 +10,8 @@ import torch
 from helpers.runs import Events, read_checkpoint, train_in_new_process, train_on_ranks, write_stage
 
 from megatron_palimpsa import cli
-from megatron_palimpsa.training import checkpoint_saver
+from megatron_palimpsa.config import load_stage
+from megatron_palimpsa.training import checkpoint, checkpoint_saver, loop
 from megatron_palimpsa.training.exit_codes import ExitCode
 from megatron_palimpsa.training.metrics import read_records
 from megatron_palimpsa.training.run_folder import RunFolder
@@ -268,3 +269,19 @@ def test_a_checkpoint_that_cannot_be_written_ends_with_a_clear_error(
     assert "ERROR: " in last
     assert "step-4: could not be saved (rank 0: no space left on the disk: No space left on device)" in last
     assert steps_saved(RunFolder(tmp_path / "runs" / "stage")) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "said"),
+    [(checkpoint.SaveError, 0, True), (checkpoint.SaveError, 1, False), (checkpoint.CheckpointError, 1, True)],
+)
+def test_what_all_ranks_know_of_a_checkpoint_one_says(tmp_path, tiny_data, monkeypatch, caplog, error, rank, said):
+    def fail(*arguments):
+        raise error("step-2: could not be saved")
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setattr(loop.parallel, "initialize", fail)
+    config = load_stage(write_stage(tmp_path, tiny_data))
+    assert loop.train_stage(config, RunFolder(tmp_path), None, None, None) == ExitCode.FAILED
+    assert ("could not be saved" in caplog.text) == said
