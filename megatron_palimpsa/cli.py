@@ -132,6 +132,9 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
         description="Prepare real text, train three stages and report; started again it goes on where it was.",
     )
     demo.add_argument("--folder", type=Path, default=Path("runs/demo"), help="where everything goes (%(default)s)")
+    demo.add_argument(
+        "--engine", choices=("megatron", "deepspeed"), default="megatron", help="what trains (%(default)s)"
+    )
     demo.set_defaults(command=_demo)
 
 
@@ -225,7 +228,7 @@ def _token_count(text: str) -> int:
 def _demo(options: argparse.Namespace) -> int:
     from megatron_palimpsa import demo
 
-    return demo.run(options.folder)
+    return demo.run(options.folder, options.engine)
 
 
 def _prep_demo(options: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ from typing import IO
 from palimpsa_launch import stages
 
 from megatron_palimpsa.config import ConfigError, load_stage
+from megatron_palimpsa.engine.installed import require_engine
 from megatron_palimpsa.lifeline import tied_process
 from megatron_palimpsa.report.table import format_table
 from megatron_palimpsa.report.write import is_current, summaries
@@ -63,16 +64,16 @@ class Part:
         return max(steps, default=0) / self.total_steps
 
 
-def run(folder: Path) -> int:
-    """Do whatever of the demo is not done yet in `folder`; -> exit code.
+def run(folder: Path, engine: str = "megatron") -> int:
+    """Do whatever of the demo is not done yet in `folder`, training under `engine`; -> exit code.
 
     Raises:
-        ConfigError: another demo runs there, or something the demo needs is wrong.
+        ConfigError: another demo runs there, or something the demo needs is wrong or missing.
     """
     with _only_one(folder) as lock:
         if not _is_finished(folder):
             start = time.monotonic()
-            code = _run_parts(_parts(folder), lock)
+            code = _run_parts(_parts(folder, engine), lock)
             if not code:
                 print(f"The demo is finished after {clock(time.monotonic() - start)}; all of it is in {folder}.")
             return code
@@ -86,21 +87,23 @@ def _is_finished(folder: Path) -> bool:
     return trained and is_current(folder)
 
 
-def _parts(folder: Path) -> list[Part]:
+def _parts(folder: Path, engine: str) -> list[Part]:
     data = Part("text", ("prep", "demo", "--folder", str(folder / "data")), 20)
     report = Part("report", ("report", str(folder)), 9)
     seconds = (141, 109, 72)
-    return [data, *(_stage(name, folder, share) for name, share in zip(_RECIPES, seconds, strict=True)), report]
+    return [data, *(_stage(name, folder, engine, share) for name, share in zip(_RECIPES, seconds, strict=True)), report]
 
 
-def _stage(name: str, folder: Path, seconds: float) -> Part:
+def _stage(name: str, folder: Path, engine: str, seconds: float) -> Part:
     recipe = stages.path(name)
-    config = load_stage(recipe)
+    config = load_stage(recipe, [f"parallel.engine={engine}"])
+    require_engine(config)
     moved = {"output_dir": config.output_dir}
     moved |= {f"data.{key}": getattr(config.data, key) for key in ("tokenizer", "train_blend", "valid_blend")}
     overrides = [
         f"{key}={json.dumps(str(folder / Path(value).relative_to(_RECIPE_FOLDER)))}" for key, value in moved.items()
     ]
+    overrides.append(f"parallel.engine={engine}")
     run_folder = RunFolder(folder / config.name)
     return Part(config.name, ("train", str(recipe), *overrides), seconds, run_folder, config.total_steps)
 

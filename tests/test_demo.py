@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_palimpsa import demo
+from megatron_palimpsa import cli, demo
 from megatron_palimpsa.config import ConfigError, load_stage
 
 TESTS = Path(__file__).parent
@@ -157,3 +157,21 @@ def test_two_demos_in_one_folder_are_refused(tmp_path: Path, monkeypatch: pytest
     message = rf"another demo runs there \(process {os.getpid()}\)"
     with demo._only_one(tmp_path), pytest.raises(ConfigError, match=message):
         demo.run(tmp_path)
+
+
+def test_the_engine_reaches_every_stage(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    trained = [part for part in demo._parts(tmp_path, "deepspeed") if part.stage is not None]
+    assert len(trained) == 3
+    for part in trained:
+        _, recipe, *overrides = part.command
+        assert load_stage(Path(recipe), overrides).parallel.engine == "deepspeed"
+
+
+def test_a_missing_engine_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    assert cli.main(["demo", "--folder", str(tmp_path / "demo"), "--engine", "deepspeed"]) == 2
+    assert "DeepSpeed is not installed" in capsys.readouterr().err
+    assert not (tmp_path / "demo" / "data").exists()
