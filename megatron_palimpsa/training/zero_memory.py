@@ -61,8 +61,7 @@ def zero_state(config: StageConfig, held: int, replicas: int, size: int) -> Zero
 
 def _buckets(config: StageConfig, size: int) -> int:
     zero = config.parallel.deepspeed
-    # Stage 2 alone collects gradients in the model's dtype, the others in float32.
-    bucket = zero.reduce_bucket_size * (size if zero.zero_stage == 2 else 4)
+    bucket = 4 * zero.reduce_bucket_size
     if zero.zero_stage == 2 and zero.overlap_comm:
         bucket *= 2
     # The largest gradient on its way, which in large models is the embedding's.

@@ -45,7 +45,7 @@ def test_twenty_steps_have_the_same_losses_under_both_engines(tiny_data: Path, t
     assert losses(tmp_path / "runs" / "zero3") == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long), 3])
 def test_killed_and_started_again_it_ends_in_the_same_bits(zero: int, tiny_data: Path, tmp_path: Path) -> None:
     unbroken, killed = (write(tmp_path, tiny_data, name, zero) for name in ("unbroken", "killed"))
     assert train_on_ranks(unbroken, ranks=[Events(), Events()]) == [0, 0]
