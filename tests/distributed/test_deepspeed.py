@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,20 @@ LARGE_LAYOUTS = {
 }
 
 
-def cases(layouts: dict[str, Layout], stages: tuple[int, ...] = (0, 1, 2, 3)) -> list[Any]:
+OFTEN = {"one": (3,), "dp2": (0, 1, 2, 3), "dp2-untied": (2,), "tp2-sp": (0, 1, 2, 3), "tp2-g2-untied": (1, 3)}
+OFTEN |= {"cp2": (3,), "pp2": (0, 1), "pp2-untied": (1,)}
+"""Which stages of a layout are among the tests of every change; the others are with the long ones."""
+
+
+def long_unless(often: bool) -> list[pytest.MarkDecorator]:
+    return [] if often else [pytest.mark.long]
+
+
+def cases(layouts: dict[str, Layout]) -> list[Any]:
     return [
-        pytest.param(layout, zero, id=f"{name}-zero{zero}")
+        pytest.param(layout, zero, id=f"{name}-zero{zero}", marks=long_unless(zero in OFTEN.get(name, ())))
         for name, layout in layouts.items()
-        for zero in stages
+        for zero in (0, 1, 2, 3)
         if layout.pipeline.pp == 1 or zero < 2
     ]
 
@@ -64,7 +74,13 @@ def cases(layouts: dict[str, Layout], stages: tuple[int, ...] = (0, 1, 2, 3)) ->
 def ranks() -> Iterator[Callable[[int], Workers]]:
     """Processes for each size: DeepSpeed numbers modules over a process's life, and the numbers must agree."""
     by_size: dict[int, Workers] = {}
-    yield lambda size: by_size.setdefault(size, Workers(size))
+
+    def of(size: int) -> Workers:
+        if size not in by_size:
+            by_size[size] = Workers(size)
+        return by_size[size]
+
+    yield of
     for workers in by_size.values():
         workers.close()
 
@@ -74,7 +90,7 @@ def two_ranks(ranks: Callable[[int], Workers]) -> Workers:
     return ranks(2)
 
 
-@pytest.mark.parametrize(("layout", "zero"), cases(LAYOUTS))
+@pytest.mark.parametrize(("layout", "zero"), cases(LAYOUTS | LARGE_LAYOUTS))
 def test_a_zero_stage_computes_what_one_process_does(
     layout: Layout,
     zero: int,
@@ -84,36 +100,6 @@ def test_a_zero_stage_computes_what_one_process_does(
     runs = ranks(layout.ranks).run(training_runs.train, zero_stage(layout, zero), STEPS)
     expected = one_process_run(stage(layout.one_process), STEPS)
     assert_same_function(runs, expected, layout.tp, FP32)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("layout", [Layout(dp=4), Layout(tp=2, dp=2)], ids=["dp4", "tp2-dp2"])
-def test_secondary_copies_change_nothing(
-    layout: Layout, ranks: Callable[[int], Workers], one_process_run: Callable[[StageConfig, int], Run]
-) -> None:
-    runs = ranks(4).run(training_runs.train, zero_stage(layout, 3, {"zero_hpz_partition_size": 2}), STEPS)
-    assert_same_function(runs, one_process_run(stage(layout.one_process), STEPS), layout.tp, FP32)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("layout", "zero"), cases(LARGE_LAYOUTS))
-def test_so_it_does_in_larger_layouts(
-    layout: Layout,
-    zero: int,
-    ranks: Callable[[int], Workers],
-    one_process_run: Callable[[StageConfig, int], Run],
-) -> None:
-    runs = ranks(layout.ranks).run(training_runs.train, zero_stage(layout, zero), STEPS)
-    expected = one_process_run(stage(layout.one_process), STEPS)
-    assert_same_function(runs, expected, layout.tp, FP32)
-
-
-@pytest.mark.parametrize("zero", [2, 3])
-def test_overlap_changes_nothing(
-    zero: int, two_ranks: Workers, one_process_run: Callable[[StageConfig, int], Run]
-) -> None:
-    runs = two_ranks.run(training_runs.train, zero_stage(Layout(dp=2), zero, {"overlap_comm": True}), STEPS)
-    assert_same_function(runs, one_process_run(stage(Layout()), STEPS), 1, FP32)
 
 
 OFFLOAD = {"offload_optimizer": True}
@@ -126,28 +112,52 @@ SMALL = {
     "stage3_max_reuse_distance": 500,
     "sub_group_size": 3000,
 }
+HPZ = {"zero_hpz_partition_size": 2}
+OVERLAP = {"overlap_comm": True}
 WITH_SETTINGS = {
     "dp2-zero1-offload": (Layout(dp=2), 1, OFFLOAD),
     "dp2-zero2-offload": (Layout(dp=2), 2, OFFLOAD),
-    "pp2-zero1-offload": (Layout(pipeline=Pipeline(2, 1)), 1, OFFLOAD),
     "tp2-sp-zero3-offload-all": (Layout(tp=2, sequence_parallel=True), 3, OFFLOAD_ALL),
     "dp2-zero3-offload-all-small": (Layout(dp=2), 3, {**OFFLOAD_ALL, **SMALL}),
-    "dp2-zero3-small": (Layout(dp=2), 3, SMALL),
     "dp2-zero2-small": (Layout(dp=2), 2, {"reduce_bucket_size": 700, "allgather_bucket_size": 600}),
-    "dp2-zero3-hpz": (Layout(dp=2), 3, {"zero_hpz_partition_size": 2}),
+    "dp2-zero3-hpz": (Layout(dp=2), 3, HPZ),
+    "dp2-zero2-overlap": (Layout(dp=2), 2, OVERLAP),
+    "dp2-zero3-overlap": (Layout(dp=2), 3, OVERLAP),
+}
+LONG_WITH_SETTINGS = {
+    "pp2-zero1-offload": (Layout(pipeline=Pipeline(2, 1)), 1, OFFLOAD),
+    "dp2-zero3-small": (Layout(dp=2), 3, SMALL),
+    "dp2-zero3-hpz-offload-all": (Layout(dp=2), 3, {**HPZ, **OFFLOAD_ALL}),
+    "dp2-zero3-overlap-offload-all": (Layout(dp=2), 3, {**OVERLAP, **OFFLOAD_ALL}),
+    "dp4-zero3-hpz": (Layout(dp=4), 3, HPZ),
+    "tp2-dp2-zero3-hpz": (Layout(tp=2, dp=2), 3, HPZ),
 }
 
 
-@pytest.mark.parametrize(("layout", "zero", "settings"), WITH_SETTINGS.values(), ids=WITH_SETTINGS.keys())
+@pytest.mark.parametrize(
+    ("layout", "zero", "settings"),
+    [
+        pytest.param(*case, id=name, marks=long_unless(name in WITH_SETTINGS))
+        for name, case in (WITH_SETTINGS | LONG_WITH_SETTINGS).items()
+    ],
+)
 def test_where_things_lie_and_in_which_portions_they_move_changes_nothing(
     layout: Layout,
     zero: int,
     settings: dict[str, Any],
-    two_ranks: Workers,
+    ranks: Callable[[int], Workers],
     one_process_run: Callable[[StageConfig, int], Run],
 ) -> None:
-    runs = two_ranks.run(training_runs.train, zero_stage(layout, zero, settings), STEPS)
+    runs = ranks(layout.ranks).run(training_runs.train, zero_stage(layout, zero, settings), STEPS)
     assert_same_function(runs, one_process_run(stage(layout.one_process), STEPS), layout.tp, FP32)
+
+
+@cache
+def one_process_refusing(refused: tuple[int, ...], steps: int) -> Run:
+    try:
+        return training_runs.train_refusing(stage(Layout()), refused, steps)
+    finally:
+        parallel.destroy()
 
 
 HALF_WITH_SETTINGS = [
@@ -188,10 +198,7 @@ def test_steps_that_overflow_in_fp16_are_skipped_until_the_scale_is_small_enough
     skipped = tuple(number for number, step in enumerate(runs[0].steps) if not step.applied)
     assert 1 < len(skipped) < 8
     assert skipped == tuple(range(len(skipped)))
-    try:
-        expected = training_runs.train_refusing(stage(Layout()), skipped, 10)
-    finally:
-        parallel.destroy()
+    expected = one_process_refusing(skipped, 10)
     steps = expected.steps[len(skipped) :]
     for rank in runs:
         assert [step.loss for step in rank.steps] == pytest.approx([step.loss for step in expected.steps], rel=1e-3)
@@ -200,16 +207,22 @@ def test_steps_that_overflow_in_fp16_are_skipped_until_the_scale_is_small_enough
         assert rank.learning_rates == expected.learning_rates
 
 
-@pytest.mark.parametrize("settings", [{}, OFFLOAD], ids=["", "offload"])
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("zero", "settings"),
+    [
+        (1, {}),
+        (2, {}),
+        (3, {}),
+        (2, OFFLOAD),
+        pytest.param(1, OFFLOAD, marks=pytest.mark.long),
+        pytest.param(3, OFFLOAD, marks=pytest.mark.long),
+    ],
+)
 def test_a_refused_step_and_evaluations_leave_nothing_behind(
     zero: int, settings: dict[str, Any], two_ranks: Workers, one_process_run: Callable[[StageConfig, int], Run]
 ) -> None:
     runs: list[Run] = two_ranks.run(training_runs.train_refusing, zero_stage(Layout(dp=2), zero, settings), (1,))
-    try:
-        expected = training_runs.train_refusing(stage(Layout()), (1,))
-    finally:
-        parallel.destroy()
+    expected = one_process_refusing((1,), 4)
     assert [step.applied for step in runs[0].steps] == [True, False, True, True]
     assert_same_function(runs, expected, 1, FP32)
 
@@ -221,7 +234,7 @@ def resumed() -> Iterator[Any]:
     often = {("bf16", index) for index in (1, 3, 5)} | {("fp32", 2), ("fp32", 7), ("fp16", 3)}
     for precision in ("fp32", "bf16", "fp16"):
         for index, (layout, zero, settings) in enumerate([*kept, *offloaded]):
-            marks = [] if (precision, index) in often else [pytest.mark.long]
+            marks = long_unless((precision, index) in often)
             name = f"{precision}-{layout.name}-zero{zero}{'-offload' if settings else ''}"
             yield pytest.param(layout, zero, settings, precision, id=name, marks=marks)
 
