@@ -8,6 +8,8 @@ from helpers.mini_slurm import mini_slurm, reason_to_skip, wait_until
 
 from megatron_palimpsa import cli
 
+pytestmark = pytest.mark.timeout(1800)  # several starts of four ranks, on a machine that may be busy
+
 # Jobs of the partition `low` make way for those of `high`, with time to save.
 _PREEMPTION = """\
 PreemptType=preempt/partition_prio
