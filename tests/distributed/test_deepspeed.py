@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -13,7 +12,6 @@ import pytest
 import torch
 from helpers import training_runs
 from helpers.layout_table import STEPS, Layout, Pipeline, stage
-from helpers.runs import make_data, run, write_stage
 from helpers.same_function import FP32, Deviations, assert_same_function
 from helpers.training_runs import Resumed, Run
 from helpers.workers import Workers
@@ -272,18 +270,3 @@ def test_engines_exchange_checkpoints(zero: int, two_ranks: Workers, tmp_path: P
     for ours, theirs in zip(loaded[0].steps, saved[0].steps, strict=True):
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
-
-
-@pytest.mark.long
-def test_a_stage_has_the_same_losses_under_both_engines(tmp_path: Path) -> None:
-    data = make_data(tmp_path)
-    records = {}
-    for name, settings in {"megatron": {}, "deepspeed": {"deepspeed": {"zero_stage": 3}}}.items():
-        path = write_stage(tmp_path, data, name=name, train={"tokens": 20 * 64}, parallel={"engine": name, **settings})
-        done = run("train", path, ranks=2)
-        assert done.returncode == 0, done.stderr
-        assert ("ZeRO stage 3, steps torch's fused AdamW on CPU" in done.stdout) == (name == "deepspeed")
-        lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
-        records[name] = [record["loss"] for record in map(json.loads, lines) if "grad_norm" in record]
-    assert len(records["megatron"]) == 20
-    assert records["deepspeed"] == pytest.approx(records["megatron"], rel=1e-5)
