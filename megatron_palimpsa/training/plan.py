@@ -74,7 +74,10 @@ def _of_zero(memory: MemoryEstimate) -> str:
 
 
 def _unmeasured(parallel: ParallelConfig) -> str:
-    return "; not measured with DeepSpeed yet" if parallel.engine == "deepspeed" else ""
+    """Stage 3 with everything offloaded has been, on one GPU."""
+    zero = parallel.deepspeed
+    measured = parallel.engine == "megatron" or (zero.offload_parameters and parallel.replica_size == 1)
+    return "" if measured else "; not measured with these settings of DeepSpeed yet"
 
 
 def _fit(config: StageConfig, world_size: int, total: int, gpu_memory: int | None) -> list[str]:
