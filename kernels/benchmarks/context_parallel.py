@@ -1,12 +1,15 @@
 """Two ways to scan a row whose tokens are spread over ranks: exchange of states, or exchange of tokens for heads.
 
-usage: torchrun --nproc-per-node 2 kernels/benchmarks/context_parallel.py [--tokens 32768] [--output F.csv]
+usage: [torchrun --nproc-per-node 2] kernels/benchmarks/context_parallel.py [--tokens 32768] [--output F.csv]
 
 What a mixer does between its convolution and its gated norm, forward and backward: beta's second projection, the scan,
 the skip. `states` is `model/context_parallel.py`, which training uses: each rank scans its own tokens. `heads` gathers
 keys, queries, dt and beta's low rank, sends x by an all-to-all so that each rank scans the whole row of its share of
 heads, and sends y back. `apart` scans the ranks' own tokens without any exchange, which is wrong and shows what the
 exchange costs; `one rank` scans the whole row by itself.
+
+Without torchrun one GPU times the middle part of a document that lies on four ranks or more, `apart` and with the
+exchange of `states` as far as the GPU has to do with it: nothing is sent, prepared states come from before and behind.
 
 Outputs and gradients of both are compared with one rank's first; what is wrong is not timed. The time is the slowest
 rank's, the median of rounds that all ranks begin together. Runs on GPUs (NCCL, bf16) and, for its test, on the CPU
@@ -21,6 +24,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +34,7 @@ import torch.nn.functional as F
 from measured import kernel_hash
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import all_to_all
-from palimpsa_kernels import HeadParameters, Importance, mixing_scan
+from palimpsa_kernels import Carry, HeadParameters, Importance, mixing_scan
 from shapes import SHAPES, Shape
 from timing import clear_gradients
 from torch import Tensor
@@ -274,6 +278,47 @@ def compare(
     return records
 
 
+class Silent(Carry):
+    """A part in the middle of a document, whose neighbours send small numbers at once."""
+
+    goes_on = goes_off = is_inside = True
+
+    def from_before(self, end: Tensor, decay: Tensor) -> Tensor:
+        return decay.view(1, -1, *[1] * (end.dim() - 2)) * end + 0.1
+
+    def from_behind(self, start: Tensor) -> Tensor:
+        return torch.full_like(start, 0.1)
+
+
+def time_middle(shape: Shape, tokens: int, importance: bool, rounds: int, device: torch.device) -> list[dict[str, Any]]:
+    """One record for each way that a single device can time, of a part of `tokens` tokens."""
+    group = parallel_state.get_context_parallel_group()
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    row = make_row(shape, tokens, 1, device, dtype)
+    offsets = row.cu_seqlens.to(device)
+
+    def forward(carry: Carry | None) -> Tensor:
+        scan = partial(mixing_scan, carry=carry)
+        return mix(scan, row.per_token, row.parameters, offsets, importance)
+
+    def step(carry: Carry | None) -> None:
+        clear_gradients(list(row.leaves().values()))
+        forward(carry).backward(row.adjoint)
+
+    records = []
+    for name, carry in (("apart", None), ("states", Silent())):
+        record: dict[str, Any] = {
+            "layer": "P" if importance else "M", "tokens": tokens, "documents": 1, "ranks": 1, "way": name,
+            "error": None,
+        }  # fmt: skip
+        with torch.no_grad():
+            record["forward_ms"] = slowest_ms(partial(forward, carry), rounds, group, device)
+        record["forward_backward_ms"] = slowest_ms(partial(step, carry), rounds, group, device)
+        record["peak_gib"] = peak_bytes(partial(step, carry), device) / 2**30
+        records.append(record)
+    return records
+
+
 def line(record: dict[str, Any]) -> str:
     if record["forward_ms"] is None:
         return f"{record['way']:>9}: wrong, error {record['error']:.1e}, not timed"
@@ -302,8 +347,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     ranks = launcher.world_size()
-    if not torch.cuda.is_available() or ranks < 2:
-        parser.exit(2, "this benchmark needs torchrun with at least two CUDA devices\n")
+    if not torch.cuda.is_available():
+        parser.exit(2, "this benchmark needs a CUDA device, and torchrun with two for all it can tell\n")
     parallel.initialize(ParallelConfig(cp=ranks), seed=1)
     device = torch.device("cuda", torch.cuda.current_device())
     stamp = {
@@ -312,9 +357,13 @@ def main() -> None:
     }  # fmt: skip
     is_main = dist.get_rank() == 0
     for tokens in arguments.tokens:
-        for documents in arguments.documents:
+        for documents in arguments.documents if ranks > 1 else [1]:
             for importance in (True, False):
-                records = compare(SHAPES[arguments.shape], tokens, documents, importance, arguments.rounds, device)
+                shape, rounds = SHAPES[arguments.shape], arguments.rounds
+                if ranks > 1:
+                    records = compare(shape, tokens, documents, importance, rounds, device)
+                else:
+                    records = time_middle(shape, tokens, importance, rounds, device)
                 if is_main:
                     kind = "P" if importance else "M"
                     print(f"{kind}, {tokens:,} tokens in {documents} documents over {ranks} ranks", flush=True)

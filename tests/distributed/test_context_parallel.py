@@ -54,6 +54,14 @@ def test_benchmark_finds_both_ways_right_and_times_them(groups: int, two_process
         assert record["forward_backward_ms"] > 0
 
 
+def test_benchmark_times_a_middle_part_alone() -> None:
+    records = context_ranks.middle_records()
+    assert [(record["layer"], record["way"]) for record in records] == [
+        (layer, way) for layer in ("P", "M") for way in ("apart", "states")
+    ]
+    assert all(0 < record["forward_ms"] < record["forward_backward_ms"] for record in records)
+
+
 class _TwoRanks:
     def size(self) -> int:
         return 2

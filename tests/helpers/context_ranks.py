@@ -129,15 +129,35 @@ def _compare_row(model: HybridModel, name: str, whole: Batch, expected: dict[str
         assert values == pytest.approx(expected["memory"][str(layer)], rel=1e-4), name
 
 
-def benchmark_records(groups: int) -> list[dict[str, Any]]:
-    """What kernels/benchmarks/context_parallel.py finds of a tiny shape on the CPU, one round each."""
+def middle_records() -> list[dict[str, Any]]:
+    """What the benchmark's single device times, of a tiny shape on the CPU, in one process."""
+    context_parallel, shapes = _benchmark()
+    parallel.initialize(ParallelConfig(), seed=1)
+    try:
+        shape = shapes.Shape(batch=1, heads=8, groups=1, key_dim=8, value_dim=4)
+        records = []
+        for importance in (True, False):
+            records += context_parallel.time_middle(shape, 96, importance, rounds=1, device=torch.device("cpu"))
+        return records
+    finally:
+        parallel.destroy()
+
+
+def _benchmark() -> tuple[Any, Any]:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels" / "benchmarks"))
     import context_parallel
-    from shapes import Shape
+    import shapes
+
+    return context_parallel, shapes
+
+
+def benchmark_records(groups: int) -> list[dict[str, Any]]:
+    """What kernels/benchmarks/context_parallel.py finds of a tiny shape on the CPU, one round each."""
+    context_parallel, shapes = _benchmark()
 
     parallel.initialize(ParallelConfig(cp=dist.get_world_size()), seed=1)
     try:
-        shape = Shape(batch=1, heads=8, groups=groups, key_dim=8, value_dim=4)
+        shape = shapes.Shape(batch=1, heads=8, groups=groups, key_dim=8, value_dim=4)
         device = torch.device("cpu")
         return [
             *context_parallel.compare(shape, 96, documents=1, importance=True, rounds=1, device=device),
