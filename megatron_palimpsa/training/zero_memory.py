@@ -64,13 +64,9 @@ def _buckets(config: StageConfig, size: int) -> int:
     bucket = 4 * zero.reduce_bucket_size
     if zero.zero_stage == 2 and zero.overlap_comm:
         bucket *= 2
-    # The largest gradient on its way, which in large models is the embedding's.
-    largest = config.model.padded_vocab_size // config.parallel.tp * config.model.hidden_size
-    if zero.zero_stage == 3:
-        # Of both its uses, and in float32.
-        bucket += (2 * size + 4) * largest
-    elif zero.offload_optimizer:
-        bucket += size * largest
+    if zero.zero_stage < 3 and zero.offload_optimizer:
+        # The largest gradient on its way, which in large models is the embedding's.
+        bucket += size * config.model.padded_vocab_size // config.parallel.tp * config.model.hidden_size
     return bucket
 
 
@@ -79,6 +75,4 @@ def _gathered(config: StageConfig, held: int, replicas: int) -> int:
     zero = config.parallel.deepspeed
     if replicas == 1 and not zero.offload_parameters:
         return 0
-    # Where the forward pass turns into the backward one, both uses of a weight lie within the distance.
-    kept = zero.stage3_max_reuse_distance // 2 + zero.stage3_prefetch_bucket_size
-    return min(held, zero.stage3_max_live_parameters, kept)
+    return min(held, zero.stage3_max_live_parameters)

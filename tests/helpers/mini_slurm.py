@@ -79,7 +79,7 @@ def reason_to_skip() -> str | None:
     return "namespaces are refused" if allowed.returncode else None
 
 
-def wait_until[T](what: str, condition: Callable[[], T], seconds: float = 120) -> T:
+def wait_until[T](what: str, condition: Callable[[], T], seconds: float = 240) -> T:
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"{what} has not come within {seconds} s"

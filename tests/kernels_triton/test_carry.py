@@ -1,5 +1,7 @@
 """Parts of a row that hand states over compute what one scan of the row does: outputs and every gradient, by head."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from helpers.mixing_cases import mixing_definition, mixing_errors, mixing_inputs, mixing_results
@@ -31,16 +33,24 @@ class Context:
         pass
 
 
-@pytest.mark.parametrize("importance", [True, False], ids=["palimpsa", "mamba2"])
-@pytest.mark.parametrize("name", ROWS)
-def test_parts_of_a_row(name: str, importance: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Several chunks in each part."""
     from palimpsa_kernels.triton import palimpsa, ssd
-    from palimpsa_kernels.triton.mixing import MixingScan
 
-    # Several chunks in each part.
     monkeypatch.setattr(palimpsa, "default_chunk_size", lambda tokens, heads: 2)
     monkeypatch.setattr(ssd, "CHUNK", 16)
+    # A matrix of that size, which must not be there before or stay.
     ssd.strictly_lower.cache_clear()
+    yield
+    ssd.strictly_lower.cache_clear()
+
+
+@pytest.mark.parametrize("importance", [True, False], ids=["palimpsa", "mamba2"])
+@pytest.mark.parametrize("name", ROWS)
+def test_parts_of_a_row(name: str, importance: bool, short_chunks: None) -> None:
+    from palimpsa_kernels.triton.mixing import MixingScan
+
     ids = mixing_inputs(initial=False, importance=importance, tokens=TOKENS, heads=2, groups=1)
 
     def definition(*given, **options):

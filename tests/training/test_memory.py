@@ -155,8 +155,8 @@ def test_zero_spreads_one_thing_more_a_stage():
     assert (one.weights, one.gradients, one.optimizer * 4) == (2 * parameters, 4 * parameters, 12 * parameters)
     assert (two.weights, two.gradients * 4, two.optimizer) == (2 * parameters, 4 * parameters, one.optimizer)
     assert (three.weights * 4, three.gradients, three.optimizer) == (2 * parameters, two.gradients, one.optimizer)
-    # Half the reuse distance and the prefetched, in bf16, beside the bucket in float32.
-    assert three.buffers == 2 * 550_000_000 + 4 * 500_000_000
+    # Weights gathered in bf16, beside the bucket in float32.
+    assert three.buffers == 2 * 1_000_000_000 + 4 * 500_000_000
     assert nothing.total > one.total > two.total > three.total
     assert nothing.host == 0
 
