@@ -1,4 +1,4 @@
-"""The command line: `megatron-palimpsa {demo,prep,train,submit,status,logs,cancel,resume,save-now,bench,...}`.
+"""The command line: `megatron-palimpsa {demo,prep,convert,train,submit,status,logs,cancel,resume,save-now,bench,...}`.
 
 Every command imports what it needs when it runs, so that `--help` and wrong input answer at once.
 """
@@ -116,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_prep(commands)
+    _add_convert(commands)
     _add_train(commands)
     _add_submit(commands)
     _add_runs(commands)
@@ -154,6 +155,12 @@ def _add_prep(commands: argparse._SubParsersAction) -> None:
     demo = recipes.add_parser("demo", help="the demo's tokenizer, sets and blends, from text that this machine has")
     demo.add_argument("--folder", type=Path, default=Path("runs/demo/data"), help="output folder (%(default)s)")
     demo.set_defaults(command=_prep_demo)
+
+
+def _add_convert(commands: argparse._SubParsersAction) -> None:
+    from megatron_palimpsa.commands import convert
+
+    convert.add(commands)
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:

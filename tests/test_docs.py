@@ -15,7 +15,7 @@ PLACES = [
     "launch/palimpsa_launch/stages",
 ]
 # In docs/architecture.md a module is named without the folder that its paragraph is about.
-PLACES += [f"megatron_palimpsa/{folder}" for folder in ("model", "parallel", "engine", "training")]
+PLACES += [f"megatron_palimpsa/{folder}" for folder in ("model", "parallel", "engine", "training", "convert")]
 PLACES += [
     "data_prep",
     "launch",
@@ -24,7 +24,7 @@ PLACES += [
     "kernels/benchmarks",
     "data_prep/benchmarks",
 ]
-MADE_BY_RUNS = {"config.yaml", "report.md"}
+MADE_BY_RUNS = {"config.yaml", "report.md", "model.yaml"}
 
 
 def named_files(text: str) -> set[str]:

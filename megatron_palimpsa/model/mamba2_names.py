@@ -15,9 +15,6 @@ from torch import Tensor
 from megatron_palimpsa.config import ModelConfig
 from megatron_palimpsa.model.naming import EMBEDDING, OUTPUT
 
-IN_PROJ = ("z", "x", "B", "C", "dt")
-CONV = ("x", "B", "C")
-
 
 @dataclass(frozen=True)
 class Tensors:
@@ -25,49 +22,66 @@ class Tensors:
 
     ours: str
     theirs: str
-    parts: tuple[str, ...] = ()
-    """What their tensor holds one after another along its first dimension; empty: just this."""
+    shape: tuple[str, ...]
+    """Of their tensor, in the names of `sizes`; what it holds one after another along its first dimension has a `+`."""
     part: str = ""
-    """Which of the parts this is."""
+    """Which of those this is; empty: all."""
+
+    def rows(self, size: Mapping[str, int]) -> slice:
+        """The rows of their tensor that this is."""
+        parts = self.shape[0].split("+")
+        start = sum(size[name] for name in parts[: parts.index(self.part)]) if self.part else 0
+        return slice(start, start + (size[self.part] if self.part else self.their_shape(size)[0]))
+
+    def their_shape(self, size: Mapping[str, int]) -> tuple[int, ...]:
+        return tuple(sum(size[name] for name in dimension.split("+")) for dimension in self.shape)
+
+    @property
+    def is_filter(self) -> bool:
+        """Their depthwise filters are [channels, 1, width], ours [channels, width]."""
+        return len(self.shape) == 3
 
 
 PER_MODEL = (
-    Tensors(EMBEDDING, "backbone.embeddings.weight"),
-    Tensors("decoder.final_norm.weight", "backbone.norm_f.weight"),
-    Tensors(OUTPUT, "lm_head.weight"),
+    Tensors(EMBEDDING, "backbone.embeddings.weight", ("vocabulary", "hidden")),
+    Tensors("decoder.final_norm.weight", "backbone.norm_f.weight", ("hidden",)),
+    Tensors(OUTPUT, "lm_head.weight", ("vocabulary", "hidden")),
 )
+_OURS, _THEIRS = "decoder.layers.{layer}.", "backbone.layers.{layer}."
 PER_LAYER = (
-    Tensors("decoder.layers.{layer}.norm.weight", "backbone.layers.{layer}.norm.weight"),
+    Tensors(f"{_OURS}norm.weight", f"{_THEIRS}norm.weight", ("hidden",)),
     *(
-        Tensors(
-            f"decoder.layers.{{layer}}.mixer.{part}_weight",
-            "backbone.layers.{layer}.mixer.in_proj.weight",
-            IN_PROJ,
-            part,
-        )
-        for part in IN_PROJ
+        Tensors(f"{_OURS}mixer.{part}_weight", f"{_THEIRS}mixer.in_proj.weight", ("z+x+B+C+dt", "hidden"), part)
+        for part in ("z", "x", "B", "C", "dt")
     ),
     *(
-        Tensors(
-            f"decoder.layers.{{layer}}.mixer.conv_{part}_{kind}",
-            f"backbone.layers.{{layer}}.mixer.conv1d.{kind}",
-            CONV,
-            part,
-        )
-        for part in CONV
-        for kind in ("weight", "bias")
+        Tensors(f"{_OURS}mixer.conv_{part}_{kind}", f"{_THEIRS}mixer.conv1d.{kind}", ("x+B+C", *filters), part)
+        for part in ("x", "B", "C")
+        for kind, filters in (("weight", ("one", "width")), ("bias", ()))
     ),
     *(
-        Tensors(f"decoder.layers.{{layer}}.mixer.{name}", f"backbone.layers.{{layer}}.mixer.{name}")
-        for name in ("dt_bias", "A_log", "D", "norm.weight", "out_proj.weight")
+        Tensors(f"{_OURS}mixer.{name}", f"{_THEIRS}mixer.{name}", shape)
+        for name, shape in (
+            ("dt_bias", ("dt",)),
+            ("A_log", ("dt",)),
+            ("D", ("dt",)),
+            ("norm.weight", ("x",)),
+            ("out_proj.weight", ("hidden", "x")),
+        )
     ),
 )
 
 
-def part_rows(model: ModelConfig) -> dict[str, int]:
-    """Rows of each part of their fused tensors."""
+def sizes(model: ModelConfig) -> dict[str, int]:
+    """What the names in the table's shapes stand for."""
     state = model.ngroups * model.d_state
-    return {"z": model.d_inner, "x": model.d_inner, "B": state, "C": state, "dt": model.nheads}
+    parts = {"z": model.d_inner, "x": model.d_inner, "B": state, "C": state, "dt": model.nheads}
+    return parts | {
+        "vocabulary": model.padded_vocab_size,
+        "hidden": model.hidden_size,
+        "one": 1,
+        "width": model.d_conv,
+    }
 
 
 def lines(model: ModelConfig) -> list[Tensors]:
@@ -75,7 +89,7 @@ def lines(model: ModelConfig) -> list[Tensors]:
     table = [line for line in PER_MODEL if line.ours != OUTPUT or not model.tie_embeddings]
     for layer in range(len(model.layers)):
         for line in PER_LAYER:
-            table.append(Tensors(line.ours.format(layer=layer), line.theirs.format(layer=layer), line.parts, line.part))
+            table.append(Tensors(line.ours.format(layer=layer), line.theirs.format(layer=layer), line.shape, line.part))
     return table
 
 
@@ -84,19 +98,16 @@ def from_mamba2(theirs: Mapping[str, Tensor], model: ModelConfig) -> dict[str, T
 
     Raises:
         KeyError: a tensor is missing.
-        ValueError: a fused tensor does not have the rows of this geometry.
+        ValueError: a tensor does not have the shape of this geometry.
     """
-    rows = part_rows(model)
+    size = sizes(model)
     ours = {}
     for line in lines(model):
-        tensor = theirs[line.theirs]
-        if line.parts:
-            sizes = [rows[part] for part in line.parts]
-            if sum(sizes) != tensor.shape[0]:
-                raise ValueError(f"{line.theirs} has {tensor.shape[0]} rows, this model's geometry needs {sum(sizes)}")
-            tensor = tensor.split(sizes)[line.parts.index(line.part)]
-        # Their depthwise filters are [channels, 1, width].
-        ours[line.ours] = tensor.squeeze(1) if tensor.dim() == 3 else tensor
+        tensor, shape = theirs[line.theirs], line.their_shape(size)
+        if tensor.shape != shape:
+            raise ValueError(f"{line.theirs} is {list(tensor.shape)}, this model's geometry needs {list(shape)}")
+        part = tensor[line.rows(size)]
+        ours[line.ours] = part.squeeze(1) if line.is_filter else part
     return ours
 
 
@@ -105,6 +116,5 @@ def to_mamba2(ours: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tenso
     pieces: dict[str, list[Tensor]] = {}
     for line in lines(model):
         tensor = ours[line.ours]
-        is_filter = line.parts == CONV and tensor.dim() == 2
-        pieces.setdefault(line.theirs, []).append(tensor.unsqueeze(1) if is_filter else tensor)
+        pieces.setdefault(line.theirs, []).append(tensor.unsqueeze(1) if line.is_filter else tensor)
     return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in pieces.items()}

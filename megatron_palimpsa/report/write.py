@@ -26,7 +26,10 @@ def stages_in(folder: Path) -> dict[str, StageConfig]:
     Raises:
         ConfigError: there is none, one cannot be read, or they are of different models.
     """
-    found = {path.parent.name: load_stage(path) for path in sorted(folder.glob("*/config.yaml"))}
+    places = [path.parent for path in sorted(folder.glob("*/config.yaml"))]
+    # A converted model is a complete stage of no steps.
+    trained = [place for place in places if (RunFolder(place).read_marker() or {}).get("steps") != 0]
+    found = {place.name: load_stage(RunFolder(place).config) for place in trained}
     if not found:
         raise ConfigError(f"{folder}: holds no stage (a folder with a config.yaml)")
     layers = {config.model.layers: name for name, config in found.items()}

@@ -42,6 +42,8 @@ def find_source(config: StageConfig) -> Source | None:
         raise ConfigError(f"{key}: its last checkpoint {checkpoint} is missing")
     require_same_model(checkpoint, config.model)
     _check_fits(load_stage(folder.config), config, config.init_from, key)
+    if config.init_from.load == "weights+optimizer" and marker["steps"] == 0:
+        raise ConfigError(f"{key}: nothing was trained there, it has weights alone; set init_from.load=weights")
     return Source(checkpoint, config.init_from.load)
 
 

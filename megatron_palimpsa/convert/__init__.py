@@ -1,0 +1,1 @@
+"""Models of others as stages of ours."""

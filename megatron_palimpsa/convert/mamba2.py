@@ -1,0 +1,160 @@
+"""`convert mamba2`: a published Mamba2 model as a complete stage, whose weights another takes by `init_from`.
+
+Everything is checked before anything is written, and the stage's folder appears by one rename. The weights go through
+memory some rows at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import yaml
+from torch import Tensor
+
+from megatron_palimpsa.config import ConfigError, ModelConfig, StageConfig, check_stage, stage_from_dict
+from megatron_palimpsa.convert.mamba2_config import Geometry, read_geometry
+from megatron_palimpsa.convert.sources import Stored, locate, open_tensors, read_json
+from megatron_palimpsa.engine.boxes import Box
+from megatron_palimpsa.model.mamba2_names import lines, sizes
+from megatron_palimpsa.model.naming import OUTPUT
+from megatron_palimpsa.training import checkpoint_files as files
+from megatron_palimpsa.training.checkpoint_format import write_index, write_rank_file
+from megatron_palimpsa.training.checkpoint_state import FORMAT_VERSION, fingerprint
+from megatron_palimpsa.training.parameters import count_parameters
+from megatron_palimpsa.training.run_folder import RunFolder
+
+MODEL_SECTION = "model.yaml"
+_SEQ_LENGTH = 2048
+"""Of the stage's own settings, which nothing is trained with: no weight depends on it."""
+_AT_ONCE = 2**24
+"""Elements read at once, 64 MiB in float32."""
+_HEAD, _EMBEDDINGS = "lm_head.weight", "backbone.embeddings.weight"
+_ALSO_NAMED = {"backbone.embedding.weight": _EMBEDDINGS}
+"""state-spaces' name -> Hugging Face's, where they differ."""
+
+
+def convert(source: str, output: Path) -> StageConfig:
+    """Write the model `source` (a folder, or a name on the hub) as the complete stage `output`, which is returned.
+
+    `output/model.yaml` is the stage's `model:` section, for recipes to inherit by `base:`; they give `seq_length`.
+
+    Raises:
+        ConfigError: it is not a Mamba2 model that ours computes, is damaged, or `output` is there already.
+        OSError: it cannot be written.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"{output} is there already")
+    folder = locate(source)
+    geometry = read_geometry(read_json(folder / "config.json"), str(folder / "config.json"))
+    tokenizer = folder / "tokenizer.json"
+    stage = _stage(geometry, output, tokenizer.is_file(), f"{source} -> {output}")
+    if tokenizer.is_file():
+        _check_tokenizer(tokenizer, stage.model.vocab_size)
+    tensors = {_ALSO_NAMED.get(name, name): stored for name, stored in open_tensors(folder).items()}
+    _check_tensors(tensors, stage.model, geometry.vocabulary_rows, source)
+
+    temporary = output.parent / f".{output.name}.converting"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        run = RunFolder(temporary)
+        checkpoint = _write_weights(run.checkpoints, stage.model, tensors, geometry.vocabulary_rows)
+        if tokenizer.is_file():
+            shutil.copy(tokenizer, temporary)
+        run.write_config(stage)
+        (temporary / MODEL_SECTION).write_text(yaml.safe_dump({"model": geometry.section}, sort_keys=False))
+        run.write_marker(
+            {"steps": 0, "tokens": 0, "seconds": 0.0, "checkpoint": str(checkpoint.relative_to(temporary))}
+        )
+        temporary.rename(output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return stage
+
+
+def _stage(geometry: Geometry, output: Path, has_tokenizer: bool, where: str) -> StageConfig:
+    tokenizer = str(output / "tokenizer.json") if has_tokenizer else ""
+    tree = {
+        "name": output.name,
+        "output_dir": str(output.parent),
+        "model": {**geometry.section, "seq_length": _SEQ_LENGTH},
+        "data": {"train_blend": "", "valid_blend": "", "tokenizer": tokenizer},
+        "train": {"tokens": _SEQ_LENGTH, "global_batch_tokens": _SEQ_LENGTH},
+        "optimizer": {"lr": 1e-4, "warmup_steps": 0},
+    }
+    stage = stage_from_dict(tree, where)
+    check_stage(stage)
+    return stage
+
+
+def _check_tokenizer(path: Path, vocab_size: int) -> None:
+    vocabulary = (read_json(path).get("model") or {}).get("vocab")
+    # A Unigram model's ids are places in a list.
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary or []))
+    if (largest := max(ids, default=0)) >= vocab_size:
+        raise ConfigError(f"{path}: has ids up to {largest}, the model knows {vocab_size} of them")
+
+
+def _check_tensors(tensors: Mapping[str, Stored], model: ModelConfig, vocabulary: int, source: str) -> None:
+    size = sizes(model) | {"vocabulary": vocabulary}
+    wanted = {line.theirs: line.their_shape(size) for line in lines(model)}
+    # Tied, it may be written out all the same.
+    allowed = wanted if OUTPUT in wanted else {**wanted, _HEAD: (vocabulary, model.hidden_size)}
+    problems = [f"{name} is missing" for name in wanted if name not in tensors]
+    problems += [f"{name} is not known" for name in sorted(tensors.keys() - allowed.keys())]
+    problems += [
+        f"{name} is {list(tensors[name].shape)} and not {list(shape)}"
+        for name, shape in allowed.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    if problems:
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ConfigError(f"{source}: not the tensors of its config.json: {'; '.join(problems[:5])}{more}")
+    if model.tie_embeddings and _HEAD in tensors:
+        for rows in _stretches(slice(0, vocabulary), model.hidden_size):
+            if not torch.equal(tensors[_HEAD].rows(rows), tensors[_EMBEDDINGS].rows(rows)):
+                raise ConfigError(f"{source}: {_HEAD} is not {_EMBEDDINGS}, to which config.json ties it")
+
+
+def _write_weights(folder: Path, model: ModelConfig, tensors: Mapping[str, Stored], vocabulary: int) -> Path:
+    final = folder / "step-0"
+    temporary = folder / f".tmp-{final.name}"
+    files.prepare(folder, temporary, 4 * count_parameters(model))
+    written = write_rank_file(temporary, 0, _boxes(model, tensors, vocabulary), threading.Event())
+    state = {
+        "format_version": FORMAT_VERSION,
+        "step": 0,
+        "model": fingerprint(model),
+        "layout": {},
+        "optimizer_steps": 0,
+        "scheduler": {},
+        "progress": {},
+    }
+    files.seal(temporary, state, write_index(temporary, [written]))
+    files.publish(temporary, final, keep=2)
+    return final
+
+
+def _boxes(model: ModelConfig, tensors: Mapping[str, Stored], vocabulary: int) -> Iterator[tuple[Box, Tensor]]:
+    """All of our tensors in float32; vocabulary rows that theirs lack are zero."""
+    ours, theirs = sizes(model), sizes(model) | {"vocabulary": vocabulary}
+    for line in lines(model):
+        taken = line.rows(theirs)
+        rows, width = line.rows(ours), [ours[name] for name in line.shape[1:] if name != "one"]
+        whole = (rows.stop - rows.start, *width)
+        for part in _stretches(taken, *width):
+            value = tensors[line.theirs].rows(part).float().reshape(part.stop - part.start, *width)
+            if part.stop == taken.stop and rows.stop > taken.stop:
+                value = F.pad(value, (0, 0, 0, rows.stop - taken.stop))
+            yield Box(line.ours, whole, (part.start - taken.start, *[0] * len(width)), tuple(value.shape)), value
+
+
+def _stretches(rows: slice, *width: int) -> Iterator[slice]:
+    step = max(1, _AT_ONCE // math.prod(width))
+    for start in range(rows.start, rows.stop, step):
+        yield slice(start, min(start + step, rows.stop))

@@ -1,0 +1,239 @@
+"""Published Mamba2 models as stages: the source implementation's logits, or one error and nothing written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.published_mamba2 import TOKENS, computed, expected, one_document, random_mamba2, save_as_state_spaces
+from helpers.stages import tiny_stage
+from helpers.workers import Workers
+from palimpsa_launch import stages
+from torch import Tensor
+
+from megatron_palimpsa import cli
+from megatron_palimpsa.config import ConfigError, ModelConfig, StageConfig, load_stage
+from megatron_palimpsa.config.reading import read_tree
+from megatron_palimpsa.convert import mamba2
+from megatron_palimpsa.convert.mamba2_config import read_geometry
+from megatron_palimpsa.engine.boxes import Box
+from megatron_palimpsa.model.mamba2_names import from_mamba2
+from megatron_palimpsa.report.write import stages_in
+from megatron_palimpsa.training.checkpoint_format import Reader
+from megatron_palimpsa.training.checkpoint_state import differences, fingerprint
+from megatron_palimpsa.training.stages import find_source
+
+VOCABULARY = 61
+"""Ids that a text has; 50277 made small. state-spaces' embedding has 64 rows for them, Hugging Face's as many."""
+PUBLISHED = {  # of mamba2-2.7b
+    "d_model": 2560,
+    "d_intermediate": 0,
+    "n_layer": 64,
+    "vocab_size": 50277,
+    "ssm_cfg": {"layer": "Mamba2"},
+    "attn_layer_idx": [],
+    "attn_cfg": {},
+    "rms_norm": True,
+    "residual_in_fp32": True,
+    "fused_add_norm": True,
+    "pad_vocab_size_multiple": 16,
+    "tie_embeddings": True,
+}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Workers]:
+    workers = Workers(2)
+    yield workers
+    workers.close()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A model in state-spaces' files."""
+    save_as_state_spaces(random_mamba2(n_groups=1, vocab_size=64, tie_word_embeddings=True), tmp_path / "source", 61)
+    return tmp_path / "source"
+
+
+def follower(runs: Path, load: str = "weights", **parallel: Any) -> StageConfig:
+    """A stage that inherits the converted model's section and starts from its weights."""
+    section = read_tree(runs / "base" / "model.yaml")["model"]
+    world_size = parallel.get("tp", 1) * parallel.get("pp", 1)
+    init = {"stage": "base", "load": load}
+    return tiny_stage(
+        world_size, output_dir=str(runs), model=section | {"seq_length": TOKENS}, parallel=parallel, init_from=init
+    )
+
+
+@pytest.mark.parametrize(
+    ("style", "settings"),
+    [
+        ("state-spaces", {"n_groups": 1, "tie_word_embeddings": True, "num_hidden_layers": 4}),
+        ("state-spaces", {"n_groups": 8, "tie_word_embeddings": False, "num_hidden_layers": 4}),
+        ("hugging face", {"n_groups": 8, "tie_word_embeddings": True, "num_hidden_layers": 4}),
+        ("hugging face", {"n_groups": 1, "tie_word_embeddings": False, "num_hidden_layers": 4, "dtype": "bfloat16"}),
+    ],
+)
+def test_logits_are_those_of_the_source_under_any_layout(ranks: Workers, tmp_path: Path, style: str, settings) -> None:
+    theirs = random_mamba2(**settings, vocab_size=64 if style == "state-spaces" else VOCABULARY)
+    if style == "state-spaces":
+        save_as_state_spaces(theirs, tmp_path / "source", VOCABULARY)
+    else:
+        dtype = getattr(torch, settings.get("dtype", "float32"))
+        theirs.to(dtype).save_pretrained(tmp_path / "source", max_shard_size="30KB")
+        assert (tmp_path / "source" / "model.safetensors.index.json").is_file()
+    batch = one_document(VOCABULARY)
+    logits, losses = expected(theirs.float(), batch, 64)
+    assert cli.main(["convert", "mamba2", str(tmp_path / "source"), str(tmp_path / "base")]) == 0
+    for layout in ({}, {"tp": 2}, {"pp": 2}):
+        world_size = 2 if layout else 1
+        for ours, our_losses in ranks.run_on(world_size, computed, follower(tmp_path, **layout), batch):
+            torch.testing.assert_close(our_losses, losses, atol=1e-4, rtol=1e-4)
+            if ours is not None:
+                torch.testing.assert_close(ours, logits, atol=1e-4, rtol=1e-4)
+    assert logits.std() > 0.5
+
+
+def test_large_tensors_go_through_in_stretches(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mamba2, "_AT_ONCE", 7 * 32)
+    model = mamba2.convert(str(source), tmp_path / "base").model
+    reader = Reader(tmp_path / "base" / "checkpoints" / "step-0")
+    theirs = torch.load(source / "pytorch_model.bin", weights_only=True)
+    theirs["backbone.embeddings.weight"] = theirs.pop("backbone.embedding.weight")
+    for name, expected_value in from_mamba2(theirs, model).items():
+        out = torch.empty(expected_value.shape)
+        reader.read(Box(name, tuple(out.shape), (0,) * out.dim(), tuple(out.shape)), out)
+        assert torch.equal(out, expected_value), name
+
+
+def test_geometry_of_the_published_2_7b_model_is_the_control_run_s() -> None:
+    geometry = read_geometry(PUBLISHED, "config.json")
+    model = ModelConfig(**geometry.section, seq_length=4096)
+    assert differences(fingerprint(model), load_stage(stages.path("2.7b-control/stage-1")).model, "published") == ""
+    assert geometry.vocabulary_rows == model.padded_vocab_size == 50288
+
+
+def test_a_tokenizer_comes_along(source: Path, tmp_path: Path) -> None:
+    (source / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 60}}, "added_tokens": []}))
+    stage = mamba2.convert(str(source), tmp_path / "base")
+    assert Path(stage.data.tokenizer).read_text() == (source / "tokenizer.json").read_text()
+
+
+def change_config(**changes: Any) -> Callable[[Path], None]:
+    def change(source: Path) -> None:
+        path = source / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def change_tensors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    def rewrite(source: Path) -> None:
+        tensors = torch.load(source / "pytorch_model.bin", weights_only=True)
+        change(tensors)
+        torch.save(tensors, source / "pytorch_model.bin")
+
+    return rewrite
+
+
+def flip_a_bit(source: Path) -> None:
+    path = source / "pytorch_model.bin"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(source: Path) -> None:
+    path = source / "pytorch_model.bin"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def hugging_face(**changes: Any) -> Callable[[Path], None]:
+    def replace(source: Path) -> None:
+        random_mamba2(n_groups=1, vocab_size=64).save_pretrained(source)
+        change_config(**changes)(source)
+
+    return replace
+
+
+def cut_safetensors(source: Path) -> None:
+    hugging_face()(source)
+    path = source / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+_IN_PROJ = "backbone.layers.1.mixer.in_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda source: (source / "config.json").unlink(), "config.json: cannot be read: No such file"),
+        (lambda source: (source / "config.json").write_text("[]"), "config.json: holds no mapping"),
+        (lambda source: (source / "pytorch_model.bin").unlink(), "holds neither model.safetensors nor pytorch_model"),
+        (change_config(ssm_cfg={"layer": "Mamba1"}), "neither of Hugging Face's Mamba2"),
+        (change_config(ssm_cfg={"layer": "Mamba2", "d_ssm": 32}), "ssm_cfg: d_ssm=32: only None can be converted"),
+        (change_config(ssm_cfg={"layer": "Mamba2", "new": 1}), "ssm_cfg.new=1: what it does is not known here"),
+        (change_config(attn_layer_idx=[1]), "attn_layer_idx=[1]: only [] can be converted"),
+        (change_config(n_layer="3"), "n_layer='3': a positive whole number is needed"),
+        (change_config(d_model=34), "model.headdim=8 does not divide"),
+        (change_config(n_layer=4), "backbone.layers.3.norm.weight is missing"),
+        (change_config(vocab_size=65), "backbone.embeddings.weight is [64, 32] and not [80, 32]"),
+        (change_config(ssm_cfg={"layer": "Mamba2", "headdim": 8, "d_state": 16, "ngroups": 2}), f"{_IN_PROJ} is [168"),
+        (change_tensors(lambda tensors: tensors.pop(_IN_PROJ)), f"{_IN_PROJ} is missing"),
+        (change_tensors(lambda tensors: tensors.update(more=torch.ones(2))), "more is not known"),
+        (change_tensors(lambda tensors: tensors[_IN_PROJ].fill_(math.nan)), f"{_IN_PROJ} holds something else"),
+        (change_tensors(lambda tensors: tensors.update({_IN_PROJ: 1})), "holds something else than tensors by name"),
+        (
+            change_tensors(lambda tensors: tensors.update({"lm_head.weight": torch.ones(64, 32)})),
+            "to which config.json",
+        ),
+        (lambda source: torch.save(print, source / "pytorch_model.bin"), "no file of tensors alone"),
+        (flip_a_bit, "does not match its checksum"),
+        (cut, "pytorch_model.bin: damaged"),
+        (cut_safetensors, "model.safetensors: damaged or no safetensors file"),
+        (hugging_face(model_type="mamba"), "model_type='mamba' is not mamba2"),
+        (hugging_face(use_bias=True), "use_bias=True: only False can be converted"),
+        (hugging_face(num_heads=4), "num_heads=4 * head_dim=8 is not expand * hidden_size, 64"),
+        (lambda source: (source / "tokenizer.json").write_text('{"model": {"vocab": {"a": 61}}}'), "ids up to 61"),
+    ],
+)
+def test_what_cannot_be_converted_is_one_message_and_nothing_is_written(
+    source: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], object], message: str
+) -> None:
+    damage(source)
+    capsys.readouterr()
+    assert cli.main(["convert", "mamba2", str(source), str(source.parent / "base")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+    assert list(source.parent.iterdir()) == [source]
+
+
+def test_a_stage_that_is_there_and_a_source_that_is_not(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["convert", "mamba2", str(source / "no"), str(source.parent / "base")]) == 2
+    assert "no: no such folder" in capsys.readouterr().err
+    assert cli.main(["convert", "mamba2", str(source), str(source.parent)]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(mamba2, "write_index", full)
+    assert cli.main(["convert", "mamba2", str(source), str(source.parent / "base")]) == 1
+    assert list(source.parent.iterdir()) == [source]
+
+
+def test_converted_models_have_no_moments_and_no_report(source: Path, tmp_path: Path) -> None:
+    mamba2.convert(str(source), tmp_path / "base")
+    with pytest.raises(ConfigError, match=r"it has weights alone; set init_from\.load=weights"):
+        find_source(follower(tmp_path, load="weights+optimizer"))
+    with pytest.raises(ConfigError, match="holds no stage"):
+        stages_in(tmp_path)
