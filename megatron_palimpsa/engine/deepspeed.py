@@ -262,10 +262,13 @@ class DeepSpeedEngine(ScheduledEngine):
 
     def close(self) -> None:
         self._engine.destroy()
-        # The hooks of stage 3 are in lists and caches that DeepSpeed keeps for the life of the process, and hold all.
+        # The hooks of stage 3 are in lists and caches that DeepSpeed keeps for the life of the process, and hold all:
+        # weights, and the layers' process groups with tens of threads of gloo's.
         for parameter in self.chunks[0].parameters():
             parameter.data = parameter.new_empty(0)
             vars(parameter).clear()
+        for module in list(self.chunks[0].modules()):
+            vars(module).clear()
         self._adamw.state.clear()
         self._adamw.param_groups.clear()
         vars(self._zero).clear()

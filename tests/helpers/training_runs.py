@@ -21,11 +21,11 @@ from helpers.engine_state import state_of
 from helpers.stages import random_batch
 from megatron_palimpsa import parallel
 from megatron_palimpsa.config import ConfigError, ParallelConfig, StageConfig
+from megatron_palimpsa.engine import select
 from megatron_palimpsa.engine.base import Engine, StepResult
 from megatron_palimpsa.engine.deepspeed import DeepSpeedEngine
 from megatron_palimpsa.engine.megatron import MegatronEngine
 from megatron_palimpsa.engine.optimizer_state import Piece
-from megatron_palimpsa.engine.select import build_engine
 from megatron_palimpsa.model.naming import global_parameters
 from megatron_palimpsa.training import checkpoint, checkpoint_files, checkpoint_saver
 from megatron_palimpsa.training.batch import Batch
@@ -57,6 +57,15 @@ class Run:
     flops_per_token: float
 
 
+_engines: list[Engine] = []
+
+
+def build_engine(config: StageConfig) -> Engine:
+    """One that `layout` closes: DeepSpeed's hold their groups, and tens of threads of gloo's, for good."""
+    _engines.append(select.build_engine(config))
+    return _engines[-1]
+
+
 @contextmanager
 def layout(config: StageConfig) -> Iterator[None]:
     """Megatron's parallel state for the configuration, in a process group that may be there already."""
@@ -64,6 +73,8 @@ def layout(config: StageConfig) -> Iterator[None]:
     try:
         yield
     finally:
+        while _engines:
+            _engines.pop().close()
         parallel_state.destroy_model_parallel()
 
 
