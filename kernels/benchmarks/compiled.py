@@ -8,35 +8,38 @@ reciprocals; of the backward one also whether its tiles lie as its sums by tenso
 tests/kernels_triton/thresholds.toml.
 """
 
+import argparse
 import collections
 import json
 import re
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import triton
-import triton.language as tl
-from palimpsa_kernels.triton import (
-    activations,
-    adjoint,
-    conv,
-    decay,
-    elementwise,
-    incoming,
-    norm,
-    readout,
-    ssd,
-    states,
-    step,
-    targets,
-)
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+try:
+    import torch
+    import triton
+    import triton.language as tl
+    from palimpsa_kernels.triton import (
+        activations,
+        adjoint,
+        conv,
+        decay,
+        elementwise,
+        incoming,
+        norm,
+        readout,
+        ssd,
+        states,
+        step,
+        targets,
+    )
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+except ImportError as error:
+    raise SystemExit(f"compiled.py needs torch, triton and PYTHONPATH=kernels: {error}") from None
 
 TARGETS = {"sm_80": 80, "sm_90": 90, "sm_100": 100}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -274,7 +277,19 @@ def report(name: str, configuration: Configuration, target: str) -> dict[str, An
     return entry
 
 
-if __name__ == "__main__":
-    for target in sys.argv[1:] or TARGETS:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("targets", nargs="*", help=f"of {', '.join(TARGETS)}; all of them if not given")
+    targets = parser.parse_args().targets
+    unknown = [target for target in targets if target not in TARGETS]
+    if unknown:
+        parser.error(f"{', '.join(unknown)}: not among the targets {', '.join(TARGETS)}")
+    if not isinstance(step.step_kernel, triton.JITFunction):
+        parser.exit(2, "kernels compile only without TRITON_INTERPRET=1\n")
+    for target in targets or TARGETS:
         for name, configuration in configurations(target).items():
             print(json.dumps(report(name, configuration, target)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

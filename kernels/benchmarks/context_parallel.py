@@ -36,7 +36,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.mappings import all_to_all
 from palimpsa_kernels import Carry, HeadParameters, Importance, mixing_scan
 from shapes import SHAPES, Shape
-from timing import clear_gradients
+from timing import clear_gradients, positive
 from torch import Tensor
 
 from megatron_palimpsa import launcher, parallel
@@ -46,6 +46,10 @@ from megatron_palimpsa.training.batch import Batch
 
 RANK = 128
 BOUNDS = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
+COLUMNS = (
+    "shape", "card", "torch", "kernel_files", "layer", "tokens", "documents", "ranks", "way", "error", "forward_ms",
+    "forward_backward_ms", "peak_gib",
+)  # fmt: skip
 PER_TOKEN = ("q", "k", "x", "dt", "low")
 
 
@@ -329,26 +333,45 @@ def line(record: dict[str, Any]) -> str:
     )
 
 
+def start_csv(path: Path) -> None:
+    """Make the file and its header, unless they are there.
+
+    Raises:
+        ValueError: the file has other columns.
+        OSError: it cannot be read or written.
+    """
+    header = ",".join(COLUMNS)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+", newline="") as file:
+        file.seek(0)
+        first = file.readline().rstrip()
+        if first not in ("", header):
+            raise ValueError(f"{path}: not a CSV of this benchmark; give --output another file")
+        if not first:
+            file.write(header + "\n")
+
+
 def append(path: Path, records: list[dict[str, Any]]) -> None:
-    new = not path.exists()
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, records[0].keys())
-        if new:
-            writer.writeheader()
-        writer.writerows(records)
+        csv.DictWriter(file, COLUMNS).writerows(records)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="2.7B")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[32768])
-    parser.add_argument("--documents", type=int, nargs="+", default=[1, 5])
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[32768])
+    parser.add_argument("--documents", type=positive, nargs="+", default=[1, 5])
+    parser.add_argument("--rounds", type=positive, default=10)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     ranks = launcher.world_size()
     if not torch.cuda.is_available():
         parser.exit(2, "this benchmark needs a CUDA device, and torchrun with two for all it can tell\n")
+    if arguments.output is not None and launcher.rank() == 0:
+        try:
+            start_csv(arguments.output)
+        except (OSError, ValueError) as error:
+            parser.exit(2, f"{error}\n")
     parallel.initialize(ParallelConfig(cp=ranks), seed=1)
     device = torch.device("cuda", torch.cuda.current_device())
     stamp = {

@@ -64,9 +64,14 @@ def measure() -> dict[str, float]:
 
 
 def main() -> None:
+    import torch
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    if parser.parse_args().child:
+    is_child = parser.parse_args().child
+    if not torch.cuda.is_available():
+        parser.exit(2, "this benchmark needs a CUDA device\n")
+    if is_child:
         print(json.dumps(measure()))
         return
     found = []

@@ -18,6 +18,7 @@ from palimpsa_kernels import HeadParameters, Importance, causal_conv1d, conv, di
 from palimpsa_kernels import mixing as mixing_module
 from palimpsa_kernels import norm as norm_module
 from palimpsa_kernels.peers import PEERS
+from timing import positive
 from torch import Tensor
 
 HEADS, GROUPS, KEY_DIM, VALUE_DIM, WIDTH = 80, 1, 128, 64, 4
@@ -130,7 +131,7 @@ def convolutions(tokens: int, bandwidth: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--tokens", type=positive, default=32768)
     tokens = parser.parse_args().tokens
     if not torch.cuda.is_available():
         parser.exit(2, "this benchmark needs a CUDA device\n")

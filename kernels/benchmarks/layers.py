@@ -26,7 +26,7 @@ from bars import bar
 from measured import kernel_hash
 from palimpsa_kernels.activations import step_and_decay
 from palimpsa_kernels.dispatch import VARIABLE
-from timing import clear_gradients, peak_gib, times_ms
+from timing import clear_gradients, peak_gib, positive, times_ms
 from torch import Tensor, nn
 
 from megatron_palimpsa import parallel
@@ -168,14 +168,17 @@ def compare(tokens: int, rounds: int, settings: list[str], sizes: dict[str, obje
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=32768)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--hidden-size", type=int, default=2560)
+    parser.add_argument("--tokens", type=positive, default=32768)
+    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--hidden-size", type=positive, default=2560)
     parser.add_argument("--kernels", nargs="+", default=["own", "mamba_ssm"], help=f"values of {VARIABLE}")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(2, "this benchmark needs a CUDA device\n")
     settings = [setting for setting in arguments.kernels if importable(setting)]
+    for setting in arguments.kernels:
+        if setting not in settings:
+            print(f"{setting} is left out: not installed", flush=True)
     if not settings:
         parser.exit(2, f"none of {', '.join(arguments.kernels)} is installed\n")
     parallel.initialize(ParallelConfig(), seed=1)

@@ -20,14 +20,14 @@ import torch
 import triton
 from bars import DECODE_BATCHES, scan_bars
 from correctness import BOUND, class_errors, largest, reference_results
-from measured import kernel_hash
+from measured import ROOT, kernel_hash
 from palimpsa_kernels import chunk_palimpsa, chunk_ssd, palimpsa_step
 from palimpsa_kernels import chunked as pytorch_palimpsa
 from palimpsa_kernels import ssd as pytorch_ssd
 from peers import importable_peers, runs
 from shapes import DECAYS, PALIMPSA_INPUTS, SHAPES, SSD_INPUTS, Shape, make_inputs
-from table import Row, append_row, plot, read_rows
-from timing import clear_gradients, median_ms, peak_gib
+from table import Row, append_row, open_for_rows, plot
+from timing import clear_gradients, median_ms, peak_gib, positive
 from torch import Tensor
 
 FORWARD_SLOTS, BACKWARD_SLOTS = 6.2, 15.5
@@ -88,7 +88,7 @@ class Bench:
 
     def __init__(self, output: Path, decays: str, stamp: dict[str, str]) -> None:
         self.output, self.decays, self.stamp = output, decays, stamp
-        self.rows = {row.key: row for row in read_rows(output)}
+        self.rows = {row.key: row for row in open_for_rows(output)}
         self.references: dict[tuple[str, str], dict[str, Tensor]] = {}
 
     def row(self, shape: str, batch: int, tokens: int, kernel: str, forward: float, **figures: float | None) -> Row:
@@ -179,7 +179,8 @@ def describe(row: Row) -> str:
 
 def stamp() -> dict[str, str]:
     """Card, versions, commit and hash of the kernel files."""
-    git = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
+    git = subprocess.run(command, capture_output=True, text=True, check=False)
     return {
         "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "versions": f"torch {torch.__version__} triton {triton.__version__}",
@@ -197,16 +198,18 @@ def ordered(shapes: list[str], lengths: list[int]) -> list[tuple[str, int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--lengths", nargs="+", type=int, default=list(LENGTHS))
+    parser.add_argument("--lengths", nargs="+", type=positive, default=list(LENGTHS))
     parser.add_argument("--decays", choices=("classes", *DECAYS), default="classes")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmarks/benchmarks.csv"))
-    parser.add_argument("--steps", nargs="*", type=int, default=DECODE_BATCHES, help="batch sizes of the decode step")
+    parser.add_argument(
+        "--steps", nargs="*", type=positive, default=DECODE_BATCHES, help="batch sizes of the decode step"
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(2, "this benchmark needs a CUDA device\n")
     try:
         bench = Bench(arguments.output, arguments.decays, stamp())
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.exit(2, f"{error}\n")
     print(", ".join(bench.stamp.values()), f"decays {arguments.decays}", sep=", ", flush=True)
     scans = kernels()

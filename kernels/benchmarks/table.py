@@ -43,21 +43,41 @@ def read_rows(path: Path) -> list[Row]:
     """The complete rows of a CSV; a last line that was cut off is left out.
 
     Raises:
-        ValueError: the file's columns are not a benchmark's.
+        ValueError: the file's columns are not a benchmark's, or a cell is not what its column holds.
+        OSError: it cannot be read.
     """
     if not path.exists():
         return []
+    other = f"{path}: not a CSV of this benchmark; give --output another file"
     fields = {field.name: field.type for field in dataclasses.fields(Row)}
-    lines = path.read_text().splitlines(keepends=True)
+    try:
+        lines = path.read_text().splitlines(keepends=True)
+    except UnicodeDecodeError as error:
+        raise ValueError(other) from error
+    if not lines:
+        return []
     whole = [line for line in lines if line.endswith("\n")]
     reader = csv.reader(whole)
     if next(reader, None) != list(fields):
-        raise ValueError(f"{path}: not a CSV of this benchmark; give --output another file")
-    return [
-        Row(*(_parse(text, kind) for text, kind in zip(line, fields.values(), strict=True)))  # type: ignore[arg-type]
-        for line in reader
-        if len(line) == len(fields)
-    ]
+        raise ValueError(other)
+    rows = []
+    for line in reader:
+        if len(line) == len(fields):
+            try:
+                cells = [_parse(text, kind) for text, kind in zip(line, fields.values(), strict=True)]
+            except ValueError as error:
+                raise ValueError(f"{path}, line {reader.line_num}: {error}; mend it or give another --output") from None
+            rows.append(Row(*cells))  # type: ignore[arg-type]
+    return rows
+
+
+def open_for_rows(path: Path) -> list[Row]:
+    """`read_rows` of a file that can be written to, with its folders: an OSError comes before anything is measured."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = read_rows(path)
+    with path.open("a"):
+        pass
+    return rows
 
 
 def append_row(path: Path, row: Row) -> None:

@@ -1,5 +1,6 @@
-"""Times on the current CUDA device."""
+"""Times on the current CUDA device, and numbers on the command line."""
 
+import argparse
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -49,6 +50,13 @@ def peak_gib(function: Callable[[], object]) -> float:
     function()
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def positive(text: str) -> int:
+    """A number of tokens, documents, rounds or batches on the command line."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
 
 
 def clear_gradients(leaves: Sequence[Tensor]) -> None:

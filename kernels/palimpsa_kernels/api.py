@@ -87,7 +87,8 @@ def chunk_palimpsa(
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together, B > 1 with cu_seqlens, or (on the CPU only,
-            where looking costs nothing) offsets or priors outside of their range.
+            where looking costs nothing) offsets, prior, beta or log_alpha outside of their range.
+        RuntimeError: in backward with create_graph=True; there are no second derivatives.
     """
     checks.check_heads(q, v, 4)
     batch, tokens, _, key_dim = q.shape
@@ -102,14 +103,20 @@ def chunk_palimpsa(
     }
     float32 = {"log_alpha": log_alpha, "prior": prior}
     if initial_state is not None:
+        checks.check_pair(initial_state, "initial_state")
         for name, state in zip(("initial M", "initial Ibar"), initial_state, strict=True):
             shapes[name] = (state, (states, heads, value_dim, key_dim))
             float32[name] = state
     checks.check_shapes(shapes)
     checks.check_dtypes({"q": q, "k": k, "v": v, "beta": beta}, float32)
     checks.check_prior(prior)
-    checks.require(chunk_size is None or chunk_size > 0, f"chunk_size must be positive, not {chunk_size}")
-    return implementation("chunk_palimpsa", q.device.type)(
+    checks.check_beta(beta)
+    checks.check_log_alpha(log_alpha)
+    checks.require(
+        chunk_size is None or (isinstance(chunk_size, int) and chunk_size > 0),
+        f"chunk_size must be a positive integer, not {chunk_size}",
+    )
+    out = implementation("chunk_palimpsa", q.device.type)(
         q,
         k,
         v,
@@ -122,6 +129,8 @@ def chunk_palimpsa(
         cu_seqlens=cu_seqlens,
         chunk_size=chunk_size,
     )
+    checks.refuse_second_order((out[0], *out[1]) if output_final_state else (out,))
+    return out
 
 
 def palimpsa_step(
@@ -151,9 +160,10 @@ def palimpsa_step(
         y [B, H, V] in v's dtype.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit together.
+        ValueError: shapes, dtypes or devices that do not fit together; on the CPU, values out of range.
     """
     checks.check_heads(q, v, 3)
+    checks.check_pair(states, "states")
     batch, heads, value_dim = v.shape
     state_shape = (batch, heads, value_dim, q.shape[2])
     checks.check_shapes(
@@ -169,6 +179,9 @@ def palimpsa_step(
     )
     float32 = {"log_alpha": log_alpha, "prior": prior, "M": states[0], "Ibar": states[1]}
     checks.check_dtypes({"q": q, "k": k, "v": v, "beta": beta}, float32)
+    checks.check_prior(prior)
+    checks.check_beta(beta)
+    checks.check_log_alpha(log_alpha)
     with torch.no_grad():
         return implementation("palimpsa_step", q.device.type)(q, k, v, beta, log_alpha, prior, states, scale=scale)
 
@@ -233,7 +246,7 @@ def chunk_ssd(
         y [B, T, H, V] in v's dtype; with output_final_state (y, M), M [N, H, V, K] in fp32.
 
     Raises:
-        ValueError: as in `chunk_palimpsa`.
+        ValueError, RuntimeError: as in `chunk_palimpsa`.
     """
     checks.check_heads(q, v, 4)
     batch, tokens, _, key_dim = q.shape
@@ -250,7 +263,8 @@ def chunk_ssd(
         float32["initial_state"] = initial_state
     checks.check_shapes(shapes)
     checks.check_dtypes({"q": q, "k": k, "v": v}, float32)
-    return implementation("chunk_ssd", q.device.type)(
+    checks.check_log_alpha(log_alpha)
+    out = implementation("chunk_ssd", q.device.type)(
         q,
         k,
         v,
@@ -260,6 +274,8 @@ def chunk_ssd(
         output_final_state=output_final_state,
         cu_seqlens=cu_seqlens,
     )
+    checks.refuse_second_order(out if output_final_state else (out,))
+    return out
 
 
 def ssd_step(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, state: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -277,7 +293,7 @@ def ssd_step(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, state: Tensor, 
         y [B, H, V] in v's dtype.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit together.
+        ValueError: shapes, dtypes or devices that do not fit together; on the CPU, values out of range.
     """
     checks.check_heads(q, v, 3)
     batch, heads, value_dim = v.shape
@@ -290,6 +306,7 @@ def ssd_step(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, state: Tensor, 
         }
     )
     checks.check_dtypes({"q": q, "k": k, "v": v}, {"log_alpha": log_alpha, "state": state})
+    checks.check_log_alpha(log_alpha)
     with torch.no_grad():
         return implementation("ssd_step", q.device.type)(q, k, v, log_alpha, state, scale=scale)
 
@@ -351,6 +368,7 @@ def causal_conv1d(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together, an unknown activation, wrong offsets.
     """
+    checks.check_tensors({"x": x, "weight": weight})
     checks.require(x.dim() == 3, f"x has {x.dim()} dimensions, expected 3")
     dim = x.shape[2]
     _check_filter(x, weight, bias, dim, activation)
@@ -389,6 +407,7 @@ def causal_conv1d_step(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together, an unknown activation.
     """
+    checks.check_tensors({"x": x, "weight": weight})
     checks.require(x.dim() == 2, f"x has {x.dim()} dimensions, expected 2")
     _check_filter(x, weight, bias, x.shape[1], activation)
     _check_window(x, state, (*x.shape, weight.shape[1] - 1))

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from palimpsa_kernels.packing import Chunks
+from palimpsa_kernels.precision import without_autocast
 from palimpsa_kernels.walk import Lanes, WalkGradients, walk, walk_back
 
 CHUNK_SIZE = 32
@@ -130,6 +131,7 @@ def _segments(chunks: Chunks, state_elements: int) -> list[range]:
 
 class _ChunkPalimpsa(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(
         ctx: Any,
         q: Tensor,
@@ -145,9 +147,9 @@ class _ChunkPalimpsa(torch.autograd.Function):
         inputs = [chunks.split(x) for x in (q, k, v, beta, log_alpha)]
         y = torch.empty_like(inputs[2])
         final = initial.clone()
-        state = torch.zeros_like(initial[0])
+        state = initial.new_zeros(initial.shape[1:])
         carried = []
-        for part in _segments(chunks, initial[0, 0].numel()):
+        for part in _segments(chunks, initial.shape[2:].numel()):
             carried.append(state)
             segment = _Segment.of(part, inputs, prior)
             whole, to_end = segment.decays()
@@ -160,6 +162,7 @@ class _ChunkPalimpsa(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy, dfinal = grads
         q, k, v, beta, log_alpha, prior, initial, *carried = ctx.saved_tensors
@@ -169,8 +172,8 @@ class _ChunkPalimpsa(torch.autograd.Function):
         dinputs = [torch.empty_like(x) for x in inputs]
         dprior = torch.zeros_like(prior)
         dinitial = dfinal.clone()
-        adjoint = torch.zeros_like(dfinal[0])
-        parts = _segments(chunks, initial[0, 0].numel())
+        adjoint = dfinal.new_zeros(dfinal.shape[1:])
+        parts = _segments(chunks, initial.shape[2:].numel())
         most_lanes = max(map(len, parts), default=0) * v.shape[2]
         history = dy.new_empty(chunks.size + 1, 2, k.shape[3], v.shape[3], most_lanes)
         for part, state in reversed(list(zip(parts, carried, strict=True))):

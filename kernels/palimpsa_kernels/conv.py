@@ -56,7 +56,7 @@ def causal_conv1d(
 
 def _slots_before(places: list[int], count: int, device: torch.device) -> Tensor:
     """The `count` indices before each place, flat [len(places) * count] int64."""
-    return (torch.tensor(places)[:, None] + torch.arange(-count, 0)).flatten().to(device)
+    return (torch.tensor(places, dtype=torch.int64)[:, None] + torch.arange(-count, 0)).flatten().to(device)
 
 
 def causal_conv1d_step(

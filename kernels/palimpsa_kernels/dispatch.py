@@ -123,6 +123,8 @@ def preferred(function: str, setting: str) -> tuple[str, ...]:
     names = tuple(name.strip() for name in setting.split(","))
     known = {name for by_name in peers.PEERS.values() for name in by_name}
     for name in names:
+        if name in ("auto", "own"):
+            raise ValueError(f"{VARIABLE} is {setting!r}: {name} stands alone")
         if name not in known:
             raise ValueError(f"{VARIABLE} is {setting!r}: {name!r} is none of auto, own, {', '.join(sorted(known))}")
     return names

@@ -72,7 +72,7 @@ def mixing_scan(
         y [B, T, H, V] in x's dtype, and the final states as in `initial_state`, () unless they are asked for.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit together, as in `chunk_palimpsa`.
+        ValueError, RuntimeError: as in `chunk_palimpsa`.
     """
     _check(q, k, x, dt, heads, importance, initial_state, cu_seqlens)
     checks.require(
@@ -90,7 +90,7 @@ def mixing_scan(
     if scan is None and carry is not None:
         return _carried(q, k, x, dt, heads, importance, output_final_state, cu_seqlens, carry)
     options: dict[str, Any] = {} if carry is None else {"carry": carry}
-    return (scan or composed)(
+    y, final = (scan or composed)(
         q,
         k,
         x,
@@ -102,6 +102,8 @@ def mixing_scan(
         cu_seqlens=cu_seqlens,
         **options,
     )
+    checks.refuse_second_order((y, *final))
+    return y, final
 
 
 def _carried(

@@ -44,8 +44,15 @@ def gated_rms_norm(
         y [..., C] in the weight's dtype.
 
     Raises:
-        ValueError: shapes that do not fit together.
+        ValueError: shapes, dtypes or devices that do not fit together, sizes that are not positive.
     """
+    given = {"x": x, "weight": weight} | ({} if z is None else {"z": z})
+    checks.check_tensors(given)
+    checks.require(x.dim() > 0, "x has 0 dimensions, expected at least 1")
+    for name, tensor in given.items():
+        checks.check_dtypes({name: tensor}, {})
+        checks.require(tensor.device == x.device, f"{name} is on {tensor.device}, but x is on {x.device}")
+    checks.require(group_size > 0, f"group_size must be positive, not {group_size}")
     channels = x.shape[-1]
     shapes: dict[str, tuple[Tensor, tuple[int, ...]]] = {"weight": (weight, (channels,))}
     if z is not None:
@@ -55,6 +62,7 @@ def gated_rms_norm(
     if segments is None:
         checks.require(channels % group_size == 0, f"{channels} channels are no multiple of groups of {group_size}")
     else:
+        checks.require(min(segments, default=0) >= 0, f"segments {list(segments)} are negative in places")
         checks.require(sum(segments) == channels, f"segments {list(segments)} do not sum to {channels} channels")
     function = own_triton("gated_rms_norm", x.device.type) or in_pytorch
     return function(x, z, weight, eps=eps, group_size=group_size, segments=segments, total=total)

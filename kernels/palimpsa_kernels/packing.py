@@ -18,8 +18,8 @@ def document_offsets(batch: int, tokens: int, cu_seqlens: Tensor | None) -> list
 
 def spread_positions(offsets: list[int], new_starts: list[int], device: torch.device) -> Tensor:
     """Where each token goes when document d moves from offsets[d] to new_starts[d]: [offsets[-1]] int64."""
-    lengths = torch.tensor([end - start for start, end in pairwise(offsets)])
-    shifts = torch.tensor([new - old for new, old in zip(new_starts, offsets, strict=False)])
+    lengths = torch.tensor([end - start for start, end in pairwise(offsets)], dtype=torch.int64)
+    shifts = torch.tensor([new - old for new, old in zip(new_starts, offsets, strict=False)], dtype=torch.int64)
     return (torch.arange(offsets[-1]) + shifts.repeat_interleave(lengths)).to(device)
 
 
@@ -115,7 +115,7 @@ class Chunks:
     ) -> tuple[Tensor, Tensor]:
         part = range(len(self)) if part is None else part
         enters, leaves = (self.first, self.last) if step == 1 else (self.last, self.first)
-        state = torch.zeros_like(start[0]) if state is None else state
+        state = start.new_zeros(start.shape[1:]) if state is None else state
         incoming = torch.empty_like(added)
         rows = list(zip(part, incoming.unbind(), added.unbind(), decay.unbind(), strict=True))
         for i, incoming_i, added_i, decay_i in rows[::step]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from palimpsa_kernels.packing import Chunks
+from palimpsa_kernels.precision import without_autocast
 
 CHUNK_SIZE = 32
 
@@ -33,6 +34,7 @@ def _decays(log_alpha_nlgr: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 class _ChunkSSD(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, initial: Tensor, scale: float, chunks: Chunks
     ) -> tuple[Tensor, Tensor]:
@@ -52,6 +54,7 @@ class _ChunkSSD(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy, dfinal = grads
         q, k, v, log_alpha, initial = ctx.saved_tensors

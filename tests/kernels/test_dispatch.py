@@ -194,7 +194,16 @@ def test_a_package_that_is_asked_for_and_missing_is_an_error(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("setting", "error"), [("own", None), ("mamba_ssm,fla", None), ("flash", "is none of"), ("fla,x", "'x' is none of")]
+    ("setting", "error"),
+    [
+        ("own", None),
+        ("mamba_ssm,fla", None),
+        ("flash", "is none of"),
+        ("fla,x", "'x' is none of"),
+        ("own,fla", "own stands alone"),
+        ("fla,auto", "auto stands alone"),
+        ("", "'' is none of"),
+    ],
 )
 def test_a_setting_is_checked_before_anything_runs(monkeypatch, packages, setting, error):
     monkeypatch.setenv(dispatch.VARIABLE, setting)

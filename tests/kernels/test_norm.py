@@ -24,3 +24,13 @@ def test_what_does_not_fit_is_named():
         gated_rms_norm(x, z, weight, eps=0.1, group_size=8, segments=[3, 4], total=lambda s: s)
     with pytest.raises(ValueError, match="go together"):
         gated_rms_norm(x, z, weight, eps=0.1, group_size=8, segments=[24])
+    with pytest.raises(ValueError, match=r"\[25, -1\] are negative in places"):
+        gated_rms_norm(x, z, weight, eps=0.1, group_size=8, segments=[25, -1], total=lambda s: s)
+    with pytest.raises(ValueError, match="group_size must be positive, not 0"):
+        gated_rms_norm(x, z, weight, eps=0.1, group_size=0)
+    with pytest.raises(ValueError, match=r"z has dtype torch.float64, expected one of"):
+        gated_rms_norm(x, z.double(), weight, eps=0.1, group_size=8)
+    with pytest.raises(ValueError, match="z is on meta, but x is on cpu"):
+        gated_rms_norm(x, z.to("meta"), weight, eps=0.1, group_size=8)
+    with pytest.raises(ValueError, match="x has 0 dimensions"):
+        gated_rms_norm(x[0, 0, 0], None, weight, eps=0.1, group_size=8)

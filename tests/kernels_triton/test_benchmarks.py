@@ -1,6 +1,9 @@
 """What the benchmarks do besides timing: rows that survive a cut, bars, errors by head, the slices of layers."""
 
+import argparse
 import dataclasses
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +15,8 @@ from bars import bar, scan_bars
 from correctness import class_errors, reference_results
 from palimpsa_kernels import chunked, ssd
 from shapes import PALIMPSA_INPUTS, SSD_INPUTS, Shape, make_inputs
-from table import Row, append_row, plot, read_rows
+from table import Row, append_row, open_for_rows, plot, read_rows
+from timing import positive
 
 STAMP = {"card": "none", "versions": "torch 2 triton 3", "commit": "0", "kernel_files": "0123456789ab"}
 
@@ -46,6 +50,87 @@ def test_another_csv_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
     with pytest.raises(ValueError, match="another file"):
         read_rows(tmp_path / "rows.csv")
+
+
+def test_a_damaged_cell_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    for tokens in (2048, 4096):
+        append_row(path, row(tokens=tokens))
+    path.write_text(path.read_text().replace("4096", "4k"))
+    with pytest.raises(ValueError, match=r"rows.csv, line 3: .*'4k'"):
+        read_rows(path)
+
+
+def test_a_file_that_is_no_text_is_refused_and_an_empty_one_taken(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(ValueError, match="another file"):
+        read_rows(path)
+    path.write_text("")
+    assert open_for_rows(path) == []
+    append_row(path, row())
+    assert read_rows(path) == [row()]
+
+
+def test_an_output_that_cannot_be_written_shows_before_anything_is_measured(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError):
+        open_for_rows(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        open_for_rows(tmp_path / "file" / "rows.csv")
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "2.5", "many", ""])
+def test_numbers_on_the_command_line_are_positive(text: str) -> None:
+    assert positive("12") == 12
+    with pytest.raises(argparse.ArgumentTypeError, match="no number from 1 on"):
+        positive(text)
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "environment", "message"),
+    [
+        ("compiled.py", ["sm_75"], {}, "sm_75: not among the targets sm_80, sm_90, sm_100"),
+        ("compiled.py", ["sm_90"], {"TRITON_INTERPRET": "1"}, "only without TRITON_INTERPRET=1"),
+        ("first_call.py", [], {"CUDA_VISIBLE_DEVICES": ""}, "needs a CUDA device"),
+        ("run.py", ["--lengths", "0"], {}, "'0' is no number from 1 on"),
+    ],
+)
+def test_scripts_end_with_one_clear_message(
+    script: str, arguments: list[str], environment: dict[str, str], message: str
+) -> None:
+    folder = Path(__file__).resolve().parents[2] / "kernels"
+    surroundings = {**os.environ, "PYTHONPATH": str(folder), "TRITON_INTERPRET": "0"} | environment
+    command = [sys.executable, str(folder / "benchmarks" / script), *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, env=surroundings, check=False)
+    assert run.returncode == 2
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_compiling_without_triton_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "triton.py").write_text("raise ImportError('no triton here')")
+    script = Path(__file__).resolve().parents[2] / "kernels" / "benchmarks" / "compiled.py"
+    path = {"PYTHONPATH": f"{tmp_path}:{script.parents[1]}"}
+    run = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env={**os.environ, **path}, check=False
+    )
+    assert run.returncode == 1
+    assert "compiled.py needs torch, triton" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_context_parallel_rows_go_to_a_csv_of_theirs_alone(tmp_path: Path) -> None:
+    from context_parallel import COLUMNS, append, start_csv
+
+    path = tmp_path / "new" / "rows.csv"
+    for _ in range(2):
+        start_csv(path)
+        append(path, [dict.fromkeys(COLUMNS, 1)])
+    assert path.read_text().split() == [",".join(COLUMNS), *[",".join("1" for _ in COLUMNS)] * 2]
+    path.write_text("a,b\n")
+    with pytest.raises(ValueError, match="another file"):
+        start_csv(path)
 
 
 def test_a_picture_of_shapes_and_kernels(tmp_path: Path) -> None:
