@@ -148,7 +148,7 @@ def test_sigkill_takes_the_running_stage_along_and_the_next_run_goes_on(tiny: De
     tiny.take_calls()
     code, output = tiny.run()
     assert code == 0, output
-    assert not state_of(stage) or state_of(stage).startswith("Z")
+    assert state_of(stage)[:1] in ("", "Z")
     assert tiny.take_calls() == ["prep", *STAGES[1:], "report"]
 
 
