@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_palimpsa.config.values import ConfigError, parse_count
+from megatron_palimpsa.config.zero import SAME_NAMES
 
 SECTION = "parallel.deepspeed"
 
@@ -24,23 +25,12 @@ class _Setting(NamedTuple):
     value: Any
 
 
-_SAME_NAMES = (
-    "overlap_comm",
-    "reduce_bucket_size",
-    "allgather_bucket_size",
-    "sub_group_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "zero_hpz_partition_size",
-)
 _OURS = {
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
     "gradient_accumulation_steps": f"{SECTION}.gradient_accumulation_steps",
     "gradient_clipping": "optimizer.clip_grad",
     "zero_optimization.stage": f"{SECTION}.zero_stage",
-    **{f"zero_optimization.{name}": f"{SECTION}.{name}" for name in _SAME_NAMES},
+    **{f"zero_optimization.{name}": f"{SECTION}.{name}" for name in SAME_NAMES},
     "zero_optimization.offload_optimizer.pin_memory": f"{SECTION}.pin_memory",
     "zero_optimization.offload_param.pin_memory": f"{SECTION}.pin_memory",
     "optimizer.params.lr": "optimizer.lr",

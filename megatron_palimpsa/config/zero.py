@@ -60,3 +60,17 @@ class DeepSpeedConfig:
     """Microbatches a step that the layout must come to; None: whatever it comes to."""
     fp16: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)
     """Of `train.precision: fp16`."""
+
+
+SAME_NAMES = (
+    "overlap_comm",
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "sub_group_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "zero_hpz_partition_size",
+)
+"""Settings that DeepSpeed has under `zero_optimization` by the same name."""

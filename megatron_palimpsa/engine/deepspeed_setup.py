@@ -13,6 +13,7 @@ import torch
 
 from megatron_palimpsa import launcher
 from megatron_palimpsa.config import DeepSpeedConfig, StageConfig
+from megatron_palimpsa.config.zero import SAME_NAMES
 
 
 def import_deepspeed() -> Any:
@@ -103,22 +104,11 @@ def deepspeed_config(config: StageConfig) -> dict[str, Any]:
 
 
 def _zero_config(zero: DeepSpeedConfig) -> dict[str, Any]:
-    same = (
-        "overlap_comm",
-        "reduce_bucket_size",
-        "allgather_bucket_size",
-        "sub_group_size",
-        "stage3_prefetch_bucket_size",
-        "stage3_param_persistence_threshold",
-        "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-        "zero_hpz_partition_size",
-    )
     host = {"device": "cpu", "pin_memory": zero.pin_memory}
     return {
         # Without a stage DeepSpeed keeps no float32 weights: stage 1 among groups of one rank spreads as little.
         "stage": max(zero.zero_stage, 1),
-        **{name: getattr(zero, name) for name in same},
+        **{name: getattr(zero, name) for name in SAME_NAMES},
         **({"offload_optimizer": host} if zero.offload_optimizer else {}),
         **({"offload_param": host} if zero.offload_parameters else {}),
     }
