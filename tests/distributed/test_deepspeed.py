@@ -21,6 +21,7 @@ from megatron_palimpsa import parallel
 from megatron_palimpsa.config import LossScaleConfig, StageConfig
 
 pytest.importorskip("deepspeed")
+psutil = pytest.importorskip("psutil")
 
 BF16 = Deviations(loss=1e-6, grad_norm=1e-6, gradient=1e-6, weight=4e-3, token_loss=1e-4)
 FP16 = Deviations(loss=5e-4, grad_norm=2e-3, gradient=1e-2, weight=3e-3, token_loss=3e-2)
@@ -98,6 +99,20 @@ def test_a_zero_stage_computes_what_one_process_does(
     runs = ranks(layout.ranks).run(training_runs.train, zero_stage(layout, zero), STEPS)
     expected = one_process_run(stage(layout.one_process), STEPS)
     assert_same_function(runs, expected, layout.tp, FP32)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_process_groups_and_their_threads_end_with_the_engine(zero: int, ranks: Callable[[int], Workers]) -> None:
+    counts = []
+    for _ in range(3):
+        ranks(1).run(training_runs.train, zero_stage(Layout(), zero), 1)
+        counts += ranks(1).run(running_threads)
+    # The first engine may start some that serve all.
+    assert counts[2] == counts[1]
+
+
+def running_threads() -> int:
+    return psutil.Process().num_threads()
 
 
 OFFLOAD = {"offload_optimizer": True}
