@@ -23,7 +23,7 @@ from palimpsa_launch import stages
 
 from megatron_palimpsa.config import ConfigError, load_stage
 from megatron_palimpsa.engine.installed import require_engine
-from megatron_palimpsa.lifeline import tied_process
+from megatron_palimpsa.lifeline import answering_signals, tied_process
 from megatron_palimpsa.report.table import format_table
 from megatron_palimpsa.report.write import is_current, summaries
 from megatron_palimpsa.training.console import clock
@@ -186,13 +186,8 @@ def _passing_signals_to(process: subprocess.Popen[bytes]) -> Iterator[list[int]]
         else:
             process.kill()
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    before = {number: signal.signal(number, forward) for number in numbers}
-    try:
+    with answering_signals(forward):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -13,8 +13,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 
 
 @contextmanager
@@ -42,6 +43,18 @@ def tied_process(
     finally:
         os.close(write_end)
         process.wait()
+
+
+@contextmanager
+def answering_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Ctrl-C and its like, a closed terminal and SIGUSR1 go to `handler`; what they went to before comes back."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def _end_with_parent(descriptor: int) -> None:

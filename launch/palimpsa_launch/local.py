@@ -23,7 +23,7 @@ from types import FrameType
 from palimpsa_data.files import write_atomically
 
 from megatron_palimpsa.config import ConfigError, StageConfig, save_resolved
-from megatron_palimpsa.lifeline import tied_process
+from megatron_palimpsa.lifeline import answering_signals, tied_process
 from megatron_palimpsa.training.exit_codes import ExitCode
 from megatron_palimpsa.training.run_folder import RunFolder
 from palimpsa_launch import preparation
@@ -199,13 +199,8 @@ def _stopping(*processes: subprocess.Popen[bytes], stop_file: Path | None = None
         for process in processes:
             process.kill()
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    before = {number: signal.signal(number, handle) for number in numbers}
-    try:
+    with answering_signals(handle):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _free_port() -> int:
