@@ -93,10 +93,15 @@ def _stage(geometry: Geometry, output: Path, has_tokenizer: bool, where: str) ->
 
 
 def _check_tokenizer(path: Path, vocab_size: int) -> None:
-    vocabulary = (read_json(path).get("model") or {}).get("vocab")
-    # A Unigram model's ids are places in a list.
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary or []))
-    if (largest := max(ids, default=0)) >= vocab_size:
+    tree = read_json(path)
+    try:
+        vocabulary = tree["model"]["vocab"]
+        # A Unigram model's ids are places in a list.
+        ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+        largest = max(int(number) for number in (*ids, *(token["id"] for token in tree["added_tokens"])))
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError(f"{path}: not a tokenizer of Hugging Face's tokenizers") from None
+    if largest >= vocab_size:
         raise ConfigError(f"{path}: has ids up to {largest}, the model knows {vocab_size} of them")
 
 

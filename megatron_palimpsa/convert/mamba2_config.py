@@ -12,19 +12,35 @@ from megatron_palimpsa.config import ConfigError
 _VOCAB_MULTIPLE = 16
 _LARGEST_DEPTH = 10_000
 _NO_LIMIT = [0.0, math.inf]
+_NEEDED = object()
 
-# Theirs -> ours. Hugging Face's files name all of them.
+# Theirs -> ours, and what the source implementation takes where the file leaves it out.
 _HUGGING_FACE = {
-    "hidden_size": "hidden_size",
-    "vocab_size": "vocab_size",
-    "state_size": "d_state",
-    "head_dim": "headdim",
-    "expand": "expand",
-    "n_groups": "ngroups",
-    "conv_kernel": "d_conv",
-    "layer_norm_epsilon": "norm_eps",
-    "residual_in_fp32": "fp32_residual",
+    "hidden_size": ("hidden_size", _NEEDED),
+    "vocab_size": ("vocab_size", _NEEDED),
+    "state_size": ("d_state", _NEEDED),
+    "head_dim": ("headdim", _NEEDED),
+    "expand": ("expand", _NEEDED),
+    "n_groups": ("ngroups", _NEEDED),
+    "conv_kernel": ("d_conv", _NEEDED),
+    "layer_norm_epsilon": ("norm_eps", _NEEDED),
+    "residual_in_fp32": ("fp32_residual", _NEEDED),
+    "tie_word_embeddings": ("tie_embeddings", False),
 }
+_STATE_SPACES = {
+    "d_model": ("hidden_size", _NEEDED),
+    "vocab_size": ("vocab_size", _NEEDED),
+    "residual_in_fp32": ("fp32_residual", True),
+    "tie_embeddings": ("tie_embeddings", True),
+}
+_SSM = {
+    "d_state": ("d_state", 128),
+    "headdim": ("headdim", 64),
+    "expand": ("expand", 2),
+    "ngroups": ("ngroups", 1),
+    "d_conv": ("d_conv", 4),
+}
+# What our layers compute; a file that says something else is refused.
 _HUGGING_FACE_ONLY = {
     "use_bias": False,
     "use_conv_bias": True,
@@ -32,18 +48,9 @@ _HUGGING_FACE_ONLY = {
     "hidden_act": "silu",
     "time_step_limit": _NO_LIMIT,
 }
-# state-spaces' files leave out what is mamba_ssm's default.
-_STATE_SPACES = {"d_model": "hidden_size", "vocab_size": "vocab_size"}
-_STATE_SPACES_DEFAULTS = {"residual_in_fp32": ("fp32_residual", True), "tie_embeddings": ("tie_embeddings", True)}
 _STATE_SPACES_ONLY = {"d_intermediate": 0, "attn_layer_idx": [], "rms_norm": True}
-_SSM_DEFAULTS = {
-    "d_state": ("d_state", 128),
-    "headdim": ("headdim", 64),
-    "expand": ("expand", 2),
-    "ngroups": ("ngroups", 1),
-    "d_conv": ("d_conv", 4),
-}
 _SSM_ONLY = {
+    "layer": "Mamba2",
     "d_ssm": None,
     "D_has_hdim": False,
     "rmsnorm": True,
@@ -53,13 +60,7 @@ _SSM_ONLY = {
     "conv_bias": True,
     "activation": "swish",
 }
-_SSM_OF_NO_EFFECT = {"layer", "chunk_size", "use_mem_eff_path"} | {
-    "A_init_range",
-    "dt_min",
-    "dt_max",
-    "dt_init_floor",
-    "conv_init",
-}
+_SSM_OF_NO_EFFECT = {"A_init_range", "dt_min", "dt_max", "dt_init_floor", "conv_init", "chunk_size", "use_mem_eff_path"}
 
 
 @dataclass(frozen=True)
@@ -78,64 +79,46 @@ def read_geometry(config: Mapping[str, Any], where: str) -> Geometry:
     Raises:
         ConfigError: it is of another architecture, lacks a setting or has one that our Mamba2 layers have not.
     """
-    if "model_type" in config:
-        return _hugging_face(config, where)
-    return _state_spaces(config, where)
-
-
-def _hugging_face(config: Mapping[str, Any], where: str) -> Geometry:
-    if config["model_type"] != "mamba2":
-        raise ConfigError(f"{where}: model_type={config['model_type']!r} is not mamba2")
-    _require_only(config, _HUGGING_FACE_ONLY, where)
-    depth, heads = (_whole(config, name, where) for name in ("num_hidden_layers", "num_heads"))
-    section = {ours: _present(config, theirs, where) for theirs, ours in _HUGGING_FACE.items()}
-    section["tie_embeddings"] = config.get("tie_word_embeddings", False)
-    inner, head_dim = (_whole(config, name, where) for name in ("expand", "head_dim"))
-    inner *= _whole(config, "hidden_size", where)
-    if heads * head_dim != inner:
-        raise ConfigError(f"{where}: num_heads={heads} * head_dim={head_dim} is not expand * hidden_size, {inner}")
-    rows = _whole(config, "vocab_size", where)
-    return Geometry(_section(depth, section, _VOCAB_MULTIPLE), rows)
-
-
-def _state_spaces(config: Mapping[str, Any], where: str) -> Geometry:
     ssm = config.get("ssm_cfg")
-    if not isinstance(ssm, dict) or ssm.get("layer") != "Mamba2":
+    if config.get("model_type") == "mamba2":
+        section = _section(config, _HUGGING_FACE, _HUGGING_FACE_ONLY, where)
+        depth, multiple = "num_hidden_layers", 1
+        names = ("num_heads", "head_dim", "expand", "hidden_size")
+        heads, head_dim, expand, hidden = (_whole(config, name, where) for name in names)
+        if heads * head_dim != expand * hidden:
+            raise ConfigError(f"{where}: num_heads={heads} * head_dim={head_dim} is not expand * hidden_size")
+    elif isinstance(ssm, dict) and ssm.get("layer") == "Mamba2":
+        if unknown := sorted(ssm.keys() - _SSM_ONLY.keys() - _SSM.keys() - _SSM_OF_NO_EFFECT):
+            raise ConfigError(f"{where}: ssm_cfg.{unknown[0]}={ssm[unknown[0]]!r}: what it does is not known here")
+        section = _section(config, _STATE_SPACES, _STATE_SPACES_ONLY, where)
+        section |= _section(ssm, _SSM, _SSM_ONLY, f"{where}: ssm_cfg")
+        section["norm_eps"] = 1e-5  # mamba_ssm's, which no setting of a file changes
+        depth = "n_layer"
+        multiple = _whole({"pad_vocab_size_multiple": 8} | dict(config), "pad_vocab_size_multiple", where)
+    else:
         raise ConfigError(
             f"{where}: neither of Hugging Face's Mamba2 (model_type mamba2) nor of state-spaces' (ssm_cfg.layer Mamba2)"
         )
-    _require_only(config, _STATE_SPACES_ONLY, where)
-    _require_only(ssm, _SSM_ONLY, f"{where}: ssm_cfg")
-    if unknown := sorted(ssm.keys() - _SSM_ONLY.keys() - _SSM_DEFAULTS.keys() - _SSM_OF_NO_EFFECT):
-        raise ConfigError(f"{where}: ssm_cfg.{unknown[0]}={ssm[unknown[0]]!r}: what it does is not known here")
-    section = {ours: _present(config, theirs, where) for theirs, ours in _STATE_SPACES.items()}
-    section |= {ours: config.get(theirs, default) for theirs, (ours, default) in _STATE_SPACES_DEFAULTS.items()}
-    section |= {ours: ssm.get(theirs, default) for theirs, (ours, default) in _SSM_DEFAULTS.items()}
-    multiple = _whole({"pad_vocab_size_multiple": 8} | dict(config), "pad_vocab_size_multiple", where)
-    rows = -(-_whole(config, "vocab_size", where) // multiple) * multiple
-    # mamba_ssm's own: no setting changes it.
-    section["norm_eps"] = 1e-5
-    return Geometry(_section(_whole(config, "n_layer", where), section, math.lcm(multiple, _VOCAB_MULTIPLE)), rows)
+    layers, vocabulary = (_whole(config, name, where) for name in (depth, "vocab_size"))
+    section["pattern"] = "M" * min(layers, _LARGEST_DEPTH)
+    section["vocab_multiple"] = math.lcm(multiple, _VOCAB_MULTIPLE)
+    return Geometry(section, -(-vocabulary // multiple) * multiple)
 
 
-def _section(depth: int, settings: dict[str, Any], vocab_multiple: int) -> dict[str, Any]:
-    return {"pattern": "M" * min(depth, _LARGEST_DEPTH)} | settings | {"vocab_multiple": vocab_multiple}
-
-
-def _require_only(settings: Mapping[str, Any], only: Mapping[str, Any], where: str) -> None:
+def _section(
+    settings: Mapping[str, Any], table: Mapping[str, tuple[str, Any]], only: Mapping[str, Any], where: str
+) -> dict[str, Any]:
     for name, value in only.items():
         if settings.get(name, value) != value:
             raise ConfigError(f"{where}: {name}={settings[name]!r}: only {value!r} can be converted")
-
-
-def _present(config: Mapping[str, Any], name: str, where: str) -> Any:
-    if name not in config:
-        raise ConfigError(f"{where}: {name} is missing")
-    return config[name]
+    for name, (_, default) in table.items():
+        if default is _NEEDED and name not in settings:
+            raise ConfigError(f"{where}: {name} is missing")
+    return {ours: settings.get(theirs, default) for theirs, (ours, default) in table.items()}
 
 
 def _whole(config: Mapping[str, Any], name: str, where: str) -> int:
-    value = _present(config, name, where)
+    value = config.get(name)
     if type(value) is not int or value <= 0:
         raise ConfigError(f"{where}: {name}={value!r}: a positive whole number is needed")
     return value

@@ -162,6 +162,13 @@ def hugging_face(**changes: Any) -> Callable[[Path], None]:
     return replace
 
 
+def tokenizer(content: dict[str, Any]) -> Callable[[Path], None]:
+    def write(source: Path) -> None:
+        (source / "tokenizer.json").write_text(json.dumps(content))
+
+    return write
+
+
 def cut_safetensors(source: Path) -> None:
     hugging_face()(source)
     path = source / "model.safetensors"
@@ -198,10 +205,11 @@ _IN_PROJ = "backbone.layers.1.mixer.in_proj.weight"
         (flip_a_bit, "does not match its checksum"),
         (cut, "pytorch_model.bin: damaged"),
         (cut_safetensors, "model.safetensors: damaged or no safetensors file"),
-        (hugging_face(model_type="mamba"), "model_type='mamba' is not mamba2"),
+        (hugging_face(model_type="mamba"), "neither of Hugging Face's Mamba2"),
         (hugging_face(use_bias=True), "use_bias=True: only False can be converted"),
-        (hugging_face(num_heads=4), "num_heads=4 * head_dim=8 is not expand * hidden_size, 64"),
-        (lambda source: (source / "tokenizer.json").write_text('{"model": {"vocab": {"a": 61}}}'), "ids up to 61"),
+        (hugging_face(num_heads=4), "num_heads=4 * head_dim=8 is not expand * hidden_size"),
+        (tokenizer({"model": {"vocab": {"a": 1}}, "added_tokens": [{"id": 61}]}), "tokenizer.json: has ids up to 61"),
+        (tokenizer({"model": "none"}), "tokenizer.json: not a tokenizer"),
     ],
 )
 def test_what_cannot_be_converted_is_one_message_and_nothing_is_written(
