@@ -27,6 +27,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     chunk_size: int | None = 8
     decays: tuple[str, ...] = DECAYS[:1]
+    smallest_prior: float = 0.5
 
 
 def decay_of(kind: str, shape: tuple[int, ...]) -> Tensor:
@@ -50,7 +51,7 @@ def make_inputs(case: Case) -> tuple[dict[str, Tensor], Tensor | None]:
         "v": torch.randn(b, t, h, v).to(case.dtype),
         "beta": torch.rand(b, t, h, v).to(case.dtype),
         "log_alpha": torch.stack([decay_of(case.decays[i % len(case.decays)], (b, t)) for i in range(h)], 2),
-        "prior": 0.5 + torch.rand(h),
+        "prior": case.smallest_prior * (1 + 2 * torch.rand(h)),
     }
     if case.initial:
         inputs |= {"M": torch.randn(documents, h, v, k), "Ibar": torch.rand(documents, h, v, k)}

@@ -30,9 +30,11 @@ LAYOUTS = {
     "packed": Case(tokens=257, heads=8, groups=1, offsets=(0, 1, 2, 130, 257, 257), initial=False, chunk_size=None),
     "one token": Case(batch=2, tokens=1, heads=8, groups=2, chunk_size=None),
     "long chunks": Case(tokens=700, heads=4, groups=1, chunk_size=512),
+    "small priors": Case(tokens=333, heads=4, groups=1, initial=False, chunk_size=None, smallest_prior=0.01),
 }
 SIZES = {
     (128, 64): [(BF16, "row"), (BF16, "packed, padding"), (FP32, "packed"), (FP16, "rows, a group a head")],
+    (64, 64): [(BF16, "small priors"), (FP32, "small priors")],
     (96, 192): [(BF16, "rows, a group a head"), (FP32, "packed, padding"), (BF16, "packed")],
     (48, 96): [(BF16, "packed"), (FP32, "rows, a group a head"), (FP16, "packed, padding")],
     (16, 16): [(BF16, "one token"), (FP32, "long chunks"), (FP16, "packed")],

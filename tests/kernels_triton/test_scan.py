@@ -30,6 +30,10 @@ SMALL = {
     "tiles larger than the states": Case(tokens=9, heads=2, key_dim=24, value_dim=20, dtype=torch.bfloat16),
     "two tiles of keys": Case(tokens=9, heads=2, key_dim=48, decays=("weak", "strong")),
     "one token": Case(tokens=1, chunk_size=None),
+    "small priors": Case(tokens=40, initial=False, chunk_size=None, smallest_prior=0.01),
+    "small priors, half precision": Case(
+        tokens=40, initial=False, chunk_size=None, smallest_prior=0.01, dtype=torch.bfloat16
+    ),
 }
 
 

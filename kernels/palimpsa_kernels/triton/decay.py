@@ -45,7 +45,7 @@ def chunk_decay_kernel(log_alpha, table, to_end, from_start, total, H, BLOCK_H: 
 
 @triton.jit(do_not_specialize=["growth"])
 def span_kernel(
-    log_alpha, table, inv_a, rescale, starts, counts, any_dense, H, growth, slots,
+    log_alpha, prior, table, inv_a, rescale, starts, counts, any_dense, H, growth, slots,
     BLOCK_H: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0).to(tl.int64)
@@ -53,6 +53,8 @@ def span_kernel(
     inside = h < H
     start, end = chunk_bounds(table, chunk)
     size = (end - start).to(tl.int32)
+    # A small prior covers less of what rounding leaves of a state that is run backwards.
+    growth *= tl.minimum(tl.load(prior + h, mask=inside, other=1.0), 1.0)
     # A state's size if all tokens were equal, divided by a_t: at least what the chunk before adds to it.
     weight = tl.zeros([BLOCK_H], tl.float32)
     _document, first = chunk_document(table, chunk)
@@ -118,8 +120,9 @@ def chunk_decays(log_alpha: Tensor, chunks: Chunks, *, from_start: Tensor | None
     return to_end, total
 
 
-def make_spans(log_alpha: Tensor, chunks: Chunks, growth: float) -> Spans:
-    """Cut every chunk of every head into spans over which a state, divided by its decay, grows by `growth` at most."""
+def make_spans(log_alpha: Tensor, prior: Tensor, chunks: Chunks, growth: float) -> Spans:
+    """Cut every chunk of every head into spans over which a state, divided by its decay, grows by `growth` at most,
+    times the prior [H] where that is below 1."""
     heads = log_alpha.shape[2]
     inv_a, rescale = torch.empty_like(log_alpha), torch.empty_like(log_alpha)
     slots = cdiv(chunks.size, GROUP)
@@ -128,7 +131,7 @@ def make_spans(log_alpha: Tensor, chunks: Chunks, growth: float) -> Spans:
     any_dense = torch.zeros(1, device=log_alpha.device, dtype=torch.int32)
     grid = (chunks.places, cdiv(heads, HEADS_PER_PROGRAM))
     span_kernel[grid](
-        log_alpha, chunks.table, inv_a, rescale, starts, counts, any_dense, heads, growth, slots,
+        log_alpha, prior, chunks.table, inv_a, rescale, starts, counts, any_dense, heads, growth, slots,
         BLOCK_H=HEADS_PER_PROGRAM, GROUP=GROUP, num_warps=1,
     )  # fmt: skip
     return Spans(inv_a, rescale, starts, counts, any_dense)

@@ -63,7 +63,7 @@ class ChunkPalimpsa(torch.autograd.Function):
         states = chunk_states(k, v, beta, to_end, chunks)
         carried = None if carry is None else take_over(carry, states, total, chunks)
         pass_states(states, total, chunks, initial if carry is None else carried, final)
-        spans = make_spans(log_alpha, chunks, SPAN_GROWTH.get(q.dtype, DEFAULT_SPAN_GROWTH))
+        spans = make_spans(log_alpha, prior, chunks, SPAN_GROWTH.get(q.dtype, DEFAULT_SPAN_GROWTH))
         y = (torch.empty if cu_seqlens is None else torch.zeros)(v.shape, device=v.device, dtype=v.dtype)
         readout(pack_query_key(q, k, scale), v, beta, log_alpha, spans, prior, states, initial, chunks, y)
 
@@ -84,7 +84,7 @@ class ChunkPalimpsa(torch.autograd.Function):
             final_adjoint = to_internal(tuple(states.new_zeros(shape) if g is None else g for g in grads[1:3]))
 
         to_end, total = chunk_decays(log_alpha, chunks)
-        spans = make_spans(log_alpha, chunks, SPAN_GROWTH.get(q.dtype, DEFAULT_SPAN_GROWTH))
+        spans = make_spans(log_alpha, prior, chunks, SPAN_GROWTH.get(q.dtype, DEFAULT_SPAN_GROWTH))
         splits = min(MAX_SPLITS, v.shape[2] // groups)
         dk_parts = states.new_zeros(1 + 2 * splits, batch, tokens, groups, key_dim)
         own = elementwise_gradients(
