@@ -94,6 +94,8 @@ def test_numbers_on_the_command_line_are_positive(text: str) -> None:
         ("compiled.py", ["sm_90"], {"TRITON_INTERPRET": "1"}, "only without TRITON_INTERPRET=1"),
         ("first_call.py", [], {"CUDA_VISIBLE_DEVICES": ""}, "needs a CUDA device"),
         ("run.py", ["--lengths", "0"], {}, "'0' is no number from 1 on"),
+        ("throughput.py", ["--tokens", "100"], {}, "--tokens 100 is no multiple of 64"),
+        ("throughput.py", [], {"CUDA_VISIBLE_DEVICES": ""}, "needs a CUDA device"),
     ],
 )
 def test_scripts_end_with_one_clear_message(
@@ -219,3 +221,16 @@ def test_slices_of_layers_take_a_training_step() -> None:
         "elementwise": "other",
     }
     assert {name: part_of(name) for name in names} == names
+
+
+def test_steps_of_the_throughput_are_the_recurrences(monkeypatch: pytest.MonkeyPatch) -> None:
+    import throughput
+
+    monkeypatch.setattr(
+        throughput, "empty_states", lambda batch, size: tuple(torch.zeros(batch, 1, size, size) for _ in range(2))
+    )
+    inputs = {name: x.detach() for name, x in make_inputs(Shape(2, 1, 1, 8, 8), 16, "weak", "cpu").items()}
+    for name in ("palimpsa", "ssd"):
+        recurrence = throughput.recurrences()[name]
+        own = {n: inputs[n] for n in recurrence.inputs}
+        assert throughput.error(recurrence, own, 8) < throughput.BOUND, name
