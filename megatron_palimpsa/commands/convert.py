@@ -27,7 +27,8 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 
 def _mamba2(options: argparse.Namespace) -> int:
-    from megatron_palimpsa.convert.mamba2 import MODEL_SECTION, convert
+    from megatron_palimpsa.convert.mamba2 import convert
+    from megatron_palimpsa.convert.stage_folder import MODEL_SECTION
     from megatron_palimpsa.training.parameters import count_parameters
 
     model = convert(options.source, options.output).model

@@ -6,34 +6,24 @@ memory some rows at a time.
 
 from __future__ import annotations
 
-import math
-import shutil
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-import yaml
 from torch import Tensor
 
 from megatron_palimpsa.config import ConfigError, ModelConfig, StageConfig, check_stage, stage_from_dict
 from megatron_palimpsa.convert.mamba2_config import Geometry, read_geometry
 from megatron_palimpsa.convert.sources import Stored, locate, open_tensors, read_json
+from megatron_palimpsa.convert.stage_folder import complete, new_stage, require_new, stretches, write_checkpoint
 from megatron_palimpsa.engine.boxes import Box
 from megatron_palimpsa.model.mamba2_names import lines, sizes
 from megatron_palimpsa.model.naming import OUTPUT
-from megatron_palimpsa.training import checkpoint_files as files
-from megatron_palimpsa.training.checkpoint_format import write_index, write_rank_file
-from megatron_palimpsa.training.checkpoint_state import FORMAT_VERSION, fingerprint
 from megatron_palimpsa.training.parameters import count_parameters
-from megatron_palimpsa.training.run_folder import RunFolder
 
-MODEL_SECTION = "model.yaml"
 _SEQ_LENGTH = 2048
 """Of the stage's own settings, which nothing is trained with: no weight depends on it."""
-_AT_ONCE = 2**24
-"""Elements read at once, 64 MiB in float32."""
 _HEAD, _EMBEDDINGS = "lm_head.weight", "backbone.embeddings.weight"
 _ALSO_NAMED = {"backbone.embedding.weight": _EMBEDDINGS}
 """state-spaces' name -> Hugging Face's, where they differ."""
@@ -48,8 +38,7 @@ def convert(source: str, output: Path) -> StageConfig:
         ConfigError: it is not a Mamba2 model that ours computes, is damaged, or `output` is there already.
         OSError: it cannot be written.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"{output} is there already")
+    require_new(output)
     folder = locate(source)
     geometry = read_geometry(read_json(folder / "config.json"), str(folder / "config.json"))
     tokenizer = folder / "tokenizer.json"
@@ -59,21 +48,10 @@ def convert(source: str, output: Path) -> StageConfig:
     tensors = {_ALSO_NAMED.get(name, name): stored for name, stored in open_tensors(folder).items()}
     _check_tensors(tensors, stage.model, geometry.vocabulary_rows, source)
 
-    temporary = output.parent / f".{output.name}.converting"
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        run = RunFolder(temporary)
-        checkpoint = _write_weights(run.checkpoints, stage.model, tensors, geometry.vocabulary_rows)
-        if tokenizer.is_file():
-            shutil.copy(tokenizer, temporary)
-        run.write_config(stage)
-        (temporary / MODEL_SECTION).write_text(yaml.safe_dump({"model": geometry.section}, sort_keys=False))
-        run.write_marker(
-            {"steps": 0, "tokens": 0, "seconds": 0.0, "checkpoint": str(checkpoint.relative_to(temporary))}
-        )
-        temporary.rename(output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with new_stage(output) as run:
+        values = _boxes(stage.model, tensors, geometry.vocabulary_rows)
+        write_checkpoint(run, stage.model, values, elements=count_parameters(stage.model))
+        complete(run, stage, geometry.section, tokenizer if tokenizer.is_file() else None)
     return stage
 
 
@@ -121,28 +99,9 @@ def _check_tensors(tensors: Mapping[str, Stored], model: ModelConfig, vocabulary
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ConfigError(f"{source}: not the tensors of its config.json: {'; '.join(problems[:5])}{more}")
     if model.tie_embeddings and _HEAD in tensors:
-        for rows in _stretches(slice(0, vocabulary), model.hidden_size):
+        for rows in stretches(slice(0, vocabulary), model.hidden_size):
             if not torch.equal(tensors[_HEAD].rows(rows), tensors[_EMBEDDINGS].rows(rows)):
                 raise ConfigError(f"{source}: {_HEAD} is not {_EMBEDDINGS}, to which config.json ties it")
-
-
-def _write_weights(folder: Path, model: ModelConfig, tensors: Mapping[str, Stored], vocabulary: int) -> Path:
-    final = folder / "step-0"
-    temporary = folder / f".tmp-{final.name}"
-    files.prepare(folder, temporary, 4 * count_parameters(model))
-    written = write_rank_file(temporary, 0, _boxes(model, tensors, vocabulary), threading.Event())
-    state = {
-        "format_version": FORMAT_VERSION,
-        "step": 0,
-        "model": fingerprint(model),
-        "layout": {},
-        "optimizer_steps": 0,
-        "scheduler": {},
-        "progress": {},
-    }
-    files.seal(temporary, state, write_index(temporary, [written]))
-    files.publish(temporary, final, keep=2)
-    return final
 
 
 def _boxes(model: ModelConfig, tensors: Mapping[str, Stored], vocabulary: int) -> Iterator[tuple[Box, Tensor]]:
@@ -152,14 +111,8 @@ def _boxes(model: ModelConfig, tensors: Mapping[str, Stored], vocabulary: int) -
         taken = line.rows(theirs)
         rows, width = line.rows(ours), [ours[name] for name in line.shape[1:] if name != "one"]
         whole = (rows.stop - rows.start, *width)
-        for part in _stretches(taken, *width):
+        for part in stretches(taken, *width):
             value = tensors[line.theirs].rows(part).float().reshape(part.stop - part.start, *width)
             if part.stop == taken.stop and rows.stop > taken.stop:
                 value = F.pad(value, (0, 0, 0, rows.stop - taken.stop))
             yield Box(line.ours, whole, (part.start - taken.start, *[0] * len(width)), tuple(value.shape)), value
-
-
-def _stretches(rows: slice, *width: int) -> Iterator[slice]:
-    step = max(1, _AT_ONCE // math.prod(width))
-    for start in range(rows.start, rows.stop, step):
-        yield slice(start, min(start + step, rows.stop))

@@ -153,14 +153,14 @@ class RunFolder:
             patience: seconds that another process is given to end.
 
         Raises:
-            ConfigError: another process trains into this folder.
+            ConfigError: another process works in this folder.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / ".lock").open("a+") as file:
             if not self._lock(file, patience):
                 file.seek(0)
                 holder = file.read().strip() or "unknown"
-                raise ConfigError(f"{self.path}: another process trains into this folder ({holder})")
+                raise ConfigError(f"{self.path}: another process works in this folder ({holder})")
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()

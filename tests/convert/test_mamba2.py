@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_palimpsa import cli
 from megatron_palimpsa.config import ConfigError, ModelConfig, StageConfig, load_stage
 from megatron_palimpsa.config.reading import read_tree
-from megatron_palimpsa.convert import mamba2
+from megatron_palimpsa.convert import mamba2, stage_folder
 from megatron_palimpsa.convert.mamba2_config import read_geometry
 from megatron_palimpsa.engine.boxes import Box
 from megatron_palimpsa.model.mamba2_names import from_mamba2
@@ -101,7 +101,7 @@ def test_logits_are_those_of_the_source_under_any_layout(ranks: Workers, tmp_pat
 
 
 def test_large_tensors_go_through_in_stretches(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mamba2, "_AT_ONCE", 7 * 32)
+    monkeypatch.setattr(stage_folder, "AT_ONCE", 7 * 32)
     model = mamba2.convert(str(source), tmp_path / "base").model
     reader = Reader(tmp_path / "base" / "checkpoints" / "step-0")
     theirs = torch.load(source / "pytorch_model.bin", weights_only=True)
@@ -234,7 +234,7 @@ def test_a_full_disk_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatc
     def full(*arguments: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(mamba2, "write_index", full)
+    monkeypatch.setattr(stage_folder, "write_index", full)
     assert cli.main(["convert", "mamba2", str(source), str(source.parent / "base")]) == 1
     assert list(source.parent.iterdir()) == [source]
 

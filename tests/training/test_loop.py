@@ -252,7 +252,7 @@ def test_second_process_is_refused(tmp_path, tiny_data):
     path = write_stage(tmp_path, tiny_data)
     with RunFolder(tmp_path / "runs" / "stage").locked():
         assert train_in_new_process(path, output=tmp_path / "output") == ExitCode.WRONG_INPUT
-    assert "another process trains into this folder" in (tmp_path / "output").read_text()
+    assert "another process works in this folder" in (tmp_path / "output").read_text()
 
 
 @pytest.mark.parametrize("background", ["true", "false"])

@@ -132,7 +132,7 @@ with RunFolder(Path(sys.argv[1])).locked():
 def test_two_processes_do_not_share_a_folder_and_a_killed_one_lets_go(folder):
     with subprocess.Popen([sys.executable, "-c", _HOLD, str(folder.path)], stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(ConfigError, match=f"another process trains into this folder .process {holder.pid} on"):
+        with pytest.raises(ConfigError, match=f"another process works in this folder .process {holder.pid} on"):
             folder.locked().__enter__()
         holder.kill()
     assert holder.returncode == -signal.SIGKILL

@@ -1,0 +1,134 @@
+"""A converted model as the folder of a complete stage, which appears by one rename."""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import Tensor
+
+from megatron_palimpsa.config import ConfigError, ModelConfig, StageConfig
+from megatron_palimpsa.engine.boxes import Box
+from megatron_palimpsa.training import checkpoint_files as files
+from megatron_palimpsa.training.checkpoint_format import write_index, write_rank_file
+from megatron_palimpsa.training.checkpoint_state import FORMAT_VERSION, fingerprint
+from megatron_palimpsa.training.console import clock
+from megatron_palimpsa.training.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+MODEL_SECTION = "model.yaml"
+AT_ONCE = 2**24
+"""Elements read and written at once, 64 MiB in float32."""
+_SAID_EVERY = 10.0
+"""Seconds between two lines of progress."""
+
+
+def require_new(output: Path) -> None:
+    """Raises ConfigError where something is in the place of the stage already."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"{output} is there already")
+
+
+@contextmanager
+def new_stage(output: Path) -> Iterator[RunFolder]:
+    """A folder beside `output` to fill, which gets that name at the end of the block; after an error it is gone.
+
+    What a killed conversion left of it is removed first.
+
+    Raises:
+        ConfigError: another process converts to `output` at this moment.
+        OSError: it cannot be written.
+    """
+    temporary = output.parent / f".{output.name}.converting"
+    run = RunFolder(temporary)
+    with run.locked():
+        try:
+            for leftover in temporary.iterdir():
+                if leftover.is_dir():
+                    shutil.rmtree(leftover)
+                elif leftover.name != ".lock":
+                    leftover.unlink()
+            yield run
+            (temporary / ".lock").unlink()
+            temporary.rename(output)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_checkpoint(
+    run: RunFolder,
+    model: ModelConfig,
+    values: Iterable[tuple[Box, Tensor]],
+    *,
+    elements: int,
+    step: int = 0,
+    optimizer_steps: int = 0,
+) -> None:
+    """Write float32 boxes of all of a model's tensors, `elements` in all, as the stage's checkpoint.
+
+    Raises:
+        OSError: they cannot be written; where it is seen from the start that they will not fit, then.
+    """
+    final = run.checkpoints / f"step-{step}"
+    temporary = run.checkpoints / f".tmp-{final.name}"
+    files.prepare(run.checkpoints, temporary, 4 * elements)
+    written = write_rank_file(temporary, 0, _telling(values, elements), threading.Event())
+    state = {
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "model": fingerprint(model),
+        "layout": {},
+        "optimizer_steps": optimizer_steps,
+        "scheduler": {},
+        "progress": {},
+    }
+    files.seal(temporary, state, write_index(temporary, [written]))
+    files.publish(temporary, final, keep=2)
+
+
+def complete(
+    run: RunFolder,
+    stage: StageConfig,
+    section: dict[str, Any],
+    tokenizer: Path | None,
+    *,
+    step: int = 0,
+    tokens: int = 0,
+    seconds: float = 0.0,
+) -> None:
+    """Add what makes the folder a complete stage: configuration, `model:` section for recipes, tokenizer, marker."""
+    if tokenizer is not None:
+        shutil.copyfile(tokenizer, run.path / tokenizer.name)
+    run.write_config(stage)
+    (run.path / MODEL_SECTION).write_text(yaml.safe_dump({"model": section}, sort_keys=False))
+    run.write_marker({"steps": step, "tokens": tokens, "seconds": seconds, "checkpoint": f"checkpoints/step-{step}"})
+
+
+def stretches(rows: slice, *width: int) -> Iterator[slice]:
+    """The rows in parts of at most `AT_ONCE` elements; `width` are the sizes of the other dimensions."""
+    step = max(1, AT_ONCE // math.prod(width))
+    for start in range(rows.start, rows.stop, step):
+        yield slice(start, min(start + step, rows.stop))
+
+
+def _telling(values: Iterable[tuple[Box, Tensor]], elements: int) -> Iterator[tuple[Box, Tensor]]:
+    """The same, with a line of progress now and then."""
+    start = said = time.monotonic()
+    done = 0
+    for box, value in values:
+        yield box, value
+        done += box.numel
+        now = time.monotonic()
+        if now - said >= _SAID_EVERY:
+            said = now
+            left = clock((now - start) * (elements - done) / done)
+            logger.info("%.2f of %.2f GB written | %s left", 4e-9 * done, 4e-9 * elements, left)
