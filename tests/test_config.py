@@ -107,6 +107,7 @@ def test_resolved_file_reads_back_to_the_same_stage(tmp_path, stage_file):
         ("parallel.sequence_parallel=true", ["parallel.sequence_parallel=true needs parallel.tp > 1"]),
         ("train.global_batch_tokens=100", ["train.global_batch_tokens=100 is not a multiple of 64"]),
         ("model.dt_min=0.5", ["model.dt_min=0.5 must be below model.dt_max=0.1"]),
+        ("model.a_min=20.0", ["model.a_min=20.0 must be below model.a_max=16.0"]),
         ("optimizer.min_lr=0.1", ["optimizer.min_lr=0.1 is above optimizer.lr=0.001"]),
         ("optimizer.warmup_steps=40", ["optimizer.warmup_steps=40 leaves nothing of the stage's 40 steps"]),
     ],

@@ -47,6 +47,8 @@ def check_stage(config: StageConfig, world_size: int = 1) -> None:
     check_engine(config, data_parallel_size)
     if model.dt_min >= model.dt_max:
         raise ConfigError(f"model.dt_min={model.dt_min} must be below model.dt_max={model.dt_max}")
+    if model.a_min >= model.a_max:
+        raise ConfigError(f"model.a_min={model.a_min} must be below model.a_max={model.a_max}")
     optimizer = config.optimizer
     if optimizer.min_lr > optimizer.lr:
         raise ConfigError(f"optimizer.min_lr={optimizer.min_lr} is above optimizer.lr={optimizer.lr}")

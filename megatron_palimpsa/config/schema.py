@@ -52,6 +52,9 @@ class ModelConfig:
     train_prior: bool = False
     dt_min: PositiveFloat = 1e-3
     dt_max: PositiveFloat = 1e-1
+    a_min: PositiveFloat = 1.0
+    """Initial rates A of the decay exp(-dt * A) are uniform from here to `a_max`."""
+    a_max: PositiveFloat = 16.0
     init_std: PositiveFloat = 0.02
     num_attention_heads: Positive | None = None
     num_query_groups: Positive | None = None

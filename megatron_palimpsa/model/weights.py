@@ -22,7 +22,6 @@ from megatron_palimpsa.model.naming import global_parameters
 from megatron_palimpsa.model.tensor_parallel import full_shape, local_share
 
 BETA_DOWN_STD = 0.02
-LOWEST_A, HIGHEST_A = 1.0, 16.0
 
 Initializer = Callable[[Tensor, ModelConfig, torch.Generator], object]
 
@@ -62,7 +61,7 @@ def _dt_bias(full: Tensor, model: ModelConfig, generator: torch.Generator) -> No
 
 
 def _a_log(full: Tensor, model: ModelConfig, generator: torch.Generator) -> None:
-    full.uniform_(LOWEST_A, HIGHEST_A, generator=generator).log_()
+    full.uniform_(model.a_min, model.a_max, generator=generator).log_()
 
 
 def _beta_down(full: Tensor, model: ModelConfig, generator: torch.Generator) -> None:

@@ -7,18 +7,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator
 
 from megatron_palimpsa.report.stages import Record, StageRecords
-
-# Okabe and Ito's palette: told apart by readers who see colours differently.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_DPI = 110
+from megatron_palimpsa.report.style import COLOURS, save, tidy
 
 
 def _starts(stages: Sequence[StageRecords]) -> list[int]:
@@ -34,9 +28,7 @@ def _token_axis(axes: Axes, stages: Sequence[StageRecords]) -> None:
         axes.text((start + end) / 2, 1.02, stage.name, transform=axes.get_xaxis_transform(), ha="center", va="bottom")
     axes.set_xlim(0, starts[-1])
     axes.xaxis.set_major_formatter(FuncFormatter(_short_tokens))
-    axes.grid(axis="y", color="0.92")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes)
 
 
 def _short_tokens(tokens: float, _position: int | None = None) -> str:
@@ -54,14 +46,14 @@ def draw_losses(stages: Sequence[StageRecords], path: Path) -> None:
         axes.plot(
             [start + record["tokens"] for record in train],
             [record["loss"] for record in train],
-            color=_COLOURS[5],
+            color=COLOURS[5],
             linewidth=1.2,
             label="training" if first else None,
         )
         axes.plot(
             [start + record["tokens"] for record in stage.valid],
             [record["loss"] for record in stage.valid],
-            color=_COLOURS[1],
+            color=COLOURS[1],
             marker="o",
             markersize=4,
             linewidth=1.5,
@@ -71,7 +63,7 @@ def draw_losses(stages: Sequence[StageRecords], path: Path) -> None:
     axes.set_xlabel("tokens seen")
     axes.set_ylabel("loss (nats a token)")
     axes.legend(frameon=False, loc="lower left")
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_loss_by_position(stage: StageRecords, path: Path) -> None:
@@ -80,7 +72,7 @@ def draw_loss_by_position(stage: StageRecords, path: Path) -> None:
     edges = stage.valid[-1]["position_edges"]
     # The buckets double in width; drawn equally wide, each is as easy to read as the next.
     places = range(len(edges))
-    for record, colour, when in ((stage.valid[0], "0.6", "before"), (stage.valid[-1], _COLOURS[0], "after")):
+    for record, colour, when in ((stage.valid[0], "0.6", "before"), (stage.valid[-1], COLOURS[0], "after")):
         losses = [float("nan") if loss is None else loss for loss in record["loss_by_position"]]
         label = f"{when} the stage (step {record['step']:,}, mean {record['loss']:.3f})"
         axes.stairs(losses, places, baseline=None, color=colour, linewidth=2.2, label=label)
@@ -89,11 +81,9 @@ def draw_loss_by_position(stage: StageRecords, path: Path) -> None:
     axes.set_xlabel("position in the document (tokens)")
     axes.set_ylabel("validation loss (nats a token)")
     axes.set_title(stage.name, fontsize="medium")
-    axes.grid(axis="y", color="0.92")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    tidy(axes)
     axes.legend(frameon=False)
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_memory(stages: Sequence[StageRecords], symbols: str, path: Path) -> None:
@@ -118,7 +108,7 @@ def draw_memory(stages: Sequence[StageRecords], symbols: str, path: Path) -> Non
     ratio.set_xlabel("tokens seen")
     for axes in (window, ratio):
         axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    _save(figure, path)
+    save(figure, path)
 
 
 def _draw_by_layer(
@@ -128,7 +118,7 @@ def _draw_by_layer(
     for index, layer in enumerate(layers):
         symbol = symbols[layer - 1]
         style: dict[str, Any] = {
-            "color": _COLOURS[index % len(_COLOURS)],
+            "color": COLOURS[index % len(COLOURS)],
             "linestyle": "-" if symbol == "P" else "--",
             "marker": "o",
             "markersize": 3.5,
@@ -144,8 +134,3 @@ def _draw_by_layer(
             if points:
                 axes.plot(*zip(*points, strict=True), label=label, **style)
                 label = None
-
-
-def _save(figure: plt.Figure, path: Path) -> None:
-    figure.savefig(path, dpi=_DPI)
-    plt.close(figure)

@@ -47,6 +47,13 @@ def test_initial_values_lie_where_mamba2_and_palimpsa_put_them(precision):
     assert torch.equal(palimpsa["prior_log"], torch.zeros(64))
 
 
+def test_rates_start_in_the_range_that_is_asked_for():
+    weights = parameters(tiny_stage(model={**BIG, "a_min": 0.01, "a_max": 0.16}))
+    A = weights["decoder.layers.0.mixer.A_log"].exp()
+    assert 0.01 <= A.min() < 0.04
+    assert 0.13 < A.max() <= 0.16
+
+
 @pytest.mark.parametrize(
     ("setting", "raw", "effective"),
     [
