@@ -1,16 +1,17 @@
-"""The sequence mixer of `P` (Palimpsa-M) and `M` (Mamba2) layers, tensor-parallel whatever the number of groups.
+"""What the sequence mixers of all layers share: convolution, scan, state cache, beta, skip, output projection.
 
-Mamba2 is the same layer without importance: the scan then reads out M itself instead of M / (prior + Ibar).
+`mixer_m.py` has the mixer of `P` (Palimpsa-M) and `M` (Mamba2) layers. Without importance the scan reads out M itself
+instead of M / (prior + Ibar).
 
 Shapes use T tokens, B rows, H heads of V channels, G groups of K state channels; H and G here are this rank's share.
-Each projection is a parameter of its own, so that z, x and dt split by head for every tensor-parallel size that
-divides the heads. B and C split by group where that size divides the groups; otherwise every rank holds them whole,
-computes the groups of its own heads, and their gradients are added up over ranks (`sum_gradient_over_tp`), as is that
-of beta's first projection, whose output all heads share.
+Each projection is a parameter of its own, so that what is per head splits for every tensor-parallel size that divides
+the heads. What ranks hold whole is marked, and its gradients are added up over ranks (`sum_gradient_over_tp`), as is
+that of beta's first projection, whose output all heads share.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
 
@@ -41,23 +42,25 @@ from palimpsa_kernels import (
     ssd_step,
 )
 from palimpsa_kernels.activations import add_skip, likelihood_precision, step_and_decay, weighted_value
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_palimpsa.model.context_parallel import Exchange, crossed_part
-from megatron_palimpsa.model.mixer_parts import MixerOptions, MixerState, Projected
-from megatron_palimpsa.model.norm import GatedRMSNorm
+from megatron_palimpsa.model.mixer_parts import Filter, MixerOptions, MixerState, Projected
 from megatron_palimpsa.model.recompute import droppable
 from megatron_palimpsa.model.recorder import MemoryRecorder
 from megatron_palimpsa.model.tensor_parallel import make_parameter
 
 
 class Mixer(MegatronModule):
-    """Projections, causal convolution, scan, skip, gated norm and output projection of one layer.
+    """Convolution, scan, skip and output projection of one layer, between projections and a norm of its kind.
+
+    A kind of mixer makes its projections and filters (`_make_inputs`) and its norm (`_make_norm`), and says what they
+    give.
 
     Args:
-        config: gives hidden size, mamba_{state_dim, head_dim, num_groups, num_heads}, dtype and layout.
+        config: gives hidden size, mamba_{state_dim, head_dim, num_heads}, dtype and layout.
         options: the rest of the geometry.
-        importance: True for Palimpsa-M, False for Mamba2.
+        importance: False leaves the second state out.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Mixer(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.importance = importance
+        self.d_model = d_model
         self.layer_number = layer_number
         self.tp_group = pg_collection.tp
         self.cp_group = pg_collection.cp
@@ -80,35 +84,25 @@ class Mixer(MegatronModule):
         self.headdim = config.mamba_head_dim
         self.recorder: MemoryRecorder | None = None
         tp = self.tp_group.size()
-        all_heads, all_groups = config.mamba_num_heads, config.mamba_num_groups
-        if all_heads % tp or all_heads % all_groups:
-            raise ValueError(f"{all_heads} heads are not divisible by tp={tp} or by ngroups={all_groups}")
+        all_heads = config.mamba_num_heads
+        if all_heads % tp:
+            raise ValueError(f"{all_heads} heads are not divisible by tp={tp}")
         self.heads = all_heads // tp
         self.channels = self.heads * self.headdim
-        self._choose_groups(all_heads // all_groups, all_groups)
 
-        dtype, hidden = config.params_dtype, d_model
-        self.z_weight = make_parameter(self.channels, hidden, dtype=dtype, partition_dim=0)
-        self.x_weight = make_parameter(self.channels, hidden, dtype=dtype, partition_dim=0)
-        self.dt_weight = make_parameter(self.heads, hidden, dtype=dtype, partition_dim=0)
-        self._make_group_parameters(all_groups, hidden, options.d_conv, dtype)
-        self.conv_x_weight = make_parameter(self.channels, options.d_conv, dtype=dtype, partition_dim=0)
-        self.conv_x_bias = make_parameter(self.channels, dtype=dtype, partition_dim=0, weight_decay=False)
+        self._make_inputs(options)
         for per_head in ("dt_bias", "A_log", "D"):
-            self.register_parameter(per_head, self._per_head_parameter(dtype))
+            self.register_parameter(per_head, self._per_head_parameter())
         if importance:
             rank = options.beta_rank
-            self.beta_down_weight = make_parameter(rank, hidden, dtype=dtype, sum_gradient=tp > 1)
-            self.beta_up_weight = make_parameter(self.channels, rank, dtype=dtype, partition_dim=0)
-            self.b_scale = self._per_head_parameter(dtype)
-            self.prior_log = self._per_head_parameter(dtype, trainable=options.train_prior)
-        all_channels = all_heads * self.headdim
-        self.norm = GatedRMSNorm(
-            all_channels, options.norm_groups or all_groups, config.layernorm_epsilon, dtype, self.tp_group
-        )
+            self.beta_down_weight = make_parameter(rank, d_model, dtype=config.params_dtype, sum_gradient=tp > 1)
+            self.beta_up_weight = make_parameter(self.channels, rank, dtype=config.params_dtype, partition_dim=0)
+            self.b_scale = self._per_head_parameter()
+            self.prior_log = self._per_head_parameter(trainable=options.train_prior)
+        self.norm = self._make_norm(options)
         self.out_proj = RowParallelLinear(
-            all_channels,
-            hidden,
+            all_heads * self.headdim,
+            d_model,
             config=config,
             init_method=config.output_layer_init_method,
             bias=False,
@@ -117,42 +111,43 @@ class Mixer(MegatronModule):
             tp_group=self.tp_group,
         )
 
-    def _choose_groups(self, heads_per_group: int, all_groups: int) -> None:
-        """Which rows of this rank's B and C parameters its heads need, and how its heads share them."""
-        tp = self.tp_group.size()
-        self.groups_are_split = all_groups % tp == 0
-        first_head = 0 if self.groups_are_split else self.tp_group.rank() * self.heads
-        group_of_head = torch.arange(first_head, first_head + self.heads) // heads_per_group
-        first, last = int(group_of_head[0]), int(group_of_head[-1])
-        self.groups = last - first + 1
-        held = all_groups // tp if self.groups_are_split else all_groups
-        rows = slice(first * self.d_state, (last + 1) * self.d_state)
-        # None for all of them: a slice that leaves nothing out would take a copy of its gradient.
-        self.group_rows = None if self.groups == held else rows
-        counts = torch.bincount(group_of_head - first)
-        # The scan wants as many heads in each group; where a rank's border cuts a group, each head gets its own copy.
-        self.group_of_head: list[int] | None = (
-            None if bool((counts == counts[0]).all()) else (group_of_head - first).tolist()
-        )
+    def _projection(self, rows: int) -> nn.Parameter:
+        """Of the layer's input onto this rank's `rows` channels."""
+        return make_parameter(rows, self.d_model, dtype=self.config.params_dtype, partition_dim=0)
 
-    def _make_group_parameters(self, all_groups: int, hidden: int, d_conv: int, dtype: torch.dtype) -> None:
-        tp = self.tp_group.size()
-        rows = all_groups * self.d_state // (tp if self.groups_are_split else 1)
-        make = partial(
-            make_parameter,
-            dtype=dtype,
-            partition_dim=0 if self.groups_are_split else None,
-            sum_gradient=not self.groups_are_split,
-        )
-        for role in ("B", "C"):
-            self.register_parameter(f"{role}_weight", make(rows, hidden))
-            self.register_parameter(f"conv_{role}_weight", make(rows, d_conv))
-            self.register_parameter(f"conv_{role}_bias", make(rows, weight_decay=False))
-
-    def _per_head_parameter(self, dtype: torch.dtype, trainable: bool = True) -> torch.nn.Parameter:
+    def _per_head_parameter(self, trainable: bool = True) -> nn.Parameter:
         return make_parameter(
-            self.heads, dtype=dtype, partition_dim=0, keep_fp32=True, weight_decay=False, trainable=trainable
+            self.heads,
+            dtype=self.config.params_dtype,
+            partition_dim=0,
+            keep_fp32=True,
+            weight_decay=False,
+            trainable=trainable,
         )
+
+    @abstractmethod
+    def _make_inputs(self, options: MixerOptions) -> None:
+        """Parameters in front of the scan that are not per head."""
+
+    @abstractmethod
+    def _make_norm(self, options: MixerOptions) -> nn.Module:
+        """(y, z), each [B, T, H * V] -> what the output projection takes."""
+
+    @abstractmethod
+    def _project(self, u: Tensor) -> tuple[Tensor, Projected]:
+        """The layer's input [B, T, h] -> gate z [B, T, H * V] and what convolution and scan take."""
+
+    @abstractmethod
+    def _x_filter(self) -> Filter:
+        """Of the convolution over x."""
+
+    @abstractmethod
+    def _bc_filter(self) -> Filter:
+        """Of the convolution over keys beside queries."""
+
+    @abstractmethod
+    def _keys_and_queries(self, bc: Tensor) -> tuple[Tensor, Tensor]:
+        """Behind the convolution [..., 2 G K] -> keys and queries, each [..., G, K] with G dividing the heads."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Mixer:
         """Parameters marked `keep_fp32` go to another device, but not to the dtype of Megatron's Float16Module."""
@@ -178,10 +173,7 @@ class Mixer(MegatronModule):
         continue those that the context has seen.
         """
         u = self._enter_tensor_parallel(hidden_states).transpose(0, 1)
-        z = F.linear(u, self.z_weight)
-        x = F.linear(u, self.x_weight)
-        bc, dt, beta_low = self._small_projections(u)
-        projected = Projected(x, bc, dt, beta_low)
+        z, projected = self._project(u)
         if inference_context is None:
             y = self._whole(projected, packed_seq_params)
         else:
@@ -197,33 +189,26 @@ class Mixer(MegatronModule):
             return droppable(gather, hidden_states)
         return copy_to_tensor_model_parallel_region(hidden_states, group=self.tp_group)
 
-    def _small_projections(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """B beside C [B, T, 2 G K], dt [B, T, H] and, with importance, beta's low rank, in one matrix product."""
-        weights = [*self._of_groups(self.B_weight, self.C_weight), self.dt_weight]
-        sizes = [2 * self.groups * self.d_state, self.heads]
-        if not self.importance:
-            bc, dt = F.linear(u, torch.cat(weights)).split(sizes, dim=-1)
-            return bc, dt, None
-        weights.append(self.beta_down_weight)
-        sizes.append(self.beta_down_weight.shape[0])
-        bc, dt, beta_low = F.linear(u, torch.cat(weights)).split(sizes, dim=-1)
-        return bc, dt, beta_low
+    def _side_by_side(
+        self, u: Tensor, bc: list[Tensor], *per_head: Tensor
+    ) -> tuple[Tensor, list[Tensor], Tensor | None]:
+        """Projections in one matrix product: keys beside queries, each of `per_head`, with importance beta's low rank.
 
-    def _of_groups(self, *parameters: Tensor) -> list[Tensor]:
-        """The rows of B's and C's parameters that this rank's heads use."""
-        rows = self.group_rows
-        return list(parameters) if rows is None else [parameter[rows] for parameter in parameters]
+        Args:
+            u: [B, T, h].
+            bc: weights of keys and queries, together [2 G K, h].
+            per_head: other weights [H, h].
 
-    def _bc_filter(self) -> tuple[Tensor, Tensor]:
-        weights = self._of_groups(self.conv_B_weight, self.conv_C_weight)
-        return torch.cat(weights), torch.cat(self._of_groups(self.conv_B_bias, self.conv_C_bias))
-
-    def _keys_and_queries(self, bc: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., 2 G K] -> B and C, each [..., G, K] with G dividing the heads."""
-        k, q = bc.unflatten(-1, (2, self.groups, self.d_state)).unbind(-3)
-        if self.group_of_head is None:
-            return k, q
-        return k[..., self.group_of_head, :], q[..., self.group_of_head, :]
+        Returns:
+            [B, T, 2 G K]; a [B, T, H] for each of `per_head`; [B, T, beta_rank] or None.
+        """
+        weights = [*bc, *per_head]
+        sizes = [sum(len(weight) for weight in bc), *(len(weight) for weight in per_head)]
+        if self.importance:
+            weights.append(self.beta_down_weight)
+            sizes.append(len(self.beta_down_weight))
+        first, *others = F.linear(u, torch.cat(weights)).split(sizes, dim=-1)
+        return first, others[: len(per_head)], others[-1] if self.importance else None
 
     def _by_head(self, x: Tensor) -> Tensor:
         """[..., H * V] -> [..., H, V]."""
@@ -241,14 +226,14 @@ class Mixer(MegatronModule):
         part = crossed_part(packed, self.cp_group)
         if part is not None and cu_seqlens is not None:
             exchange = Exchange(part, self.cp_group)
-            width = self.conv_x_weight.shape[1] - 1
+            width = self._x_filter()[0].shape[1] - 1
             window_x, window_bc = exchange.windows(projected.x, projected.bc, width, len(cu_seqlens) - 1)
             scan = exchange.scan
 
-        def convolve(x: Tensor, weight: Tensor, bias: Tensor, window: Tensor | None) -> Tensor:
+        def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor | None) -> Tensor:
             return causal_conv1d(x, weight, bias, initial_state=window, cu_seqlens=cu_seqlens)
 
-        x = droppable(convolve, projected.x, self.conv_x_weight, self.conv_x_bias, window_x)
+        x = droppable(convolve, projected.x, *self._x_filter(), window_x)
         bc = droppable(convolve, projected.bc, *self._bc_filter(), window_bc)
         y, _ = self._scan(x, bc, projected, cu_seqlens, self.recorder is not None, scan)
         return y
@@ -290,9 +275,7 @@ class Mixer(MegatronModule):
         if state is not None and projected.x.shape[1] == 1:
             return self._step(projected, state)
         window_x, window_bc, memory = (state.conv_x, state.conv_bc, state.memory) if state else (None, None, None)
-        x, window_x = causal_conv1d(
-            projected.x, self.conv_x_weight, self.conv_x_bias, initial_state=window_x, output_final_state=True
-        )
+        x, window_x = causal_conv1d(projected.x, *self._x_filter(), initial_state=window_x, output_final_state=True)
         bc, window_bc = causal_conv1d(
             projected.bc, *self._bc_filter(), initial_state=window_bc, output_final_state=True
         )
@@ -302,7 +285,7 @@ class Mixer(MegatronModule):
 
     def _step(self, projected: Projected, state: MixerState) -> Tensor:
         """One token -> y [B, 1, H * V]; `state` moves on in place."""
-        x = causal_conv1d_step(projected.x[:, 0], state.conv_x, self.conv_x_weight, self.conv_x_bias)
+        x = causal_conv1d_step(projected.x[:, 0], state.conv_x, *self._x_filter())
         k, q = self._keys_and_queries(causal_conv1d_step(projected.bc[:, 0], state.conv_bc, *self._bc_filter()))
         x = self._by_head(x)
         dt, log_alpha = step_and_decay(projected.dt[:, 0], self.dt_bias, self.A_log)

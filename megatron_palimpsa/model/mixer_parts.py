@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+Filter = tuple[Tensor, Tensor | None]
+"""Weight [D, d_conv] and bias [D] of a causal convolution."""
+
 
 @dataclass(frozen=True)
 class MixerOptions:

@@ -13,7 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from megatron_palimpsa.model.mixer import Mixer
+from megatron_palimpsa.model.mixer_m import MixerM
 from megatron_palimpsa.model.mixer_parts import MixerOptions
 from megatron_palimpsa.model.norm import RMSNorm
 from megatron_palimpsa.model.recompute import dropping
@@ -42,7 +42,7 @@ class MixerLayer(MambaLayer):
         importance_layers: frozenset[int],
         **kwargs: Any,
     ) -> None:
-        mixer = ModuleSpec(module=Mixer, params={"options": options, "importance": layer_number in importance_layers})
+        mixer = ModuleSpec(module=MixerM, params={"options": options, "importance": layer_number in importance_layers})
         super().__init__(config, dataclasses.replace(submodules, mixer=mixer), layer_number, **kwargs)
 
 
