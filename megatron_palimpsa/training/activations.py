@@ -1,6 +1,6 @@
 """What a layer keeps for its backward pass on a GPU, and what that pass takes at its peak, in bytes.
 
-Counted tensor by tensor from the layers and their autograd functions (`model/mixer.py`, `palimpsa_kernels/triton`),
+Counted tensor by tensor from the layers and their autograd functions (`model/mixer*.py`, `palimpsa_kernels/triton`),
 with the tiles that those take on Hopper for d_state a multiple of 64; `tests/training/test_memory.py` compares with
 the tensors that they make.
 """
