@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from torch import Tensor
 
-from megatron_palimpsa.config import ConfigError, ModelConfig, StageConfig
+from megatron_palimpsa.config import ConfigError, ModelConfig, StageConfig, check_stage, stage_from_dict
 from megatron_palimpsa.engine.boxes import Box
 from megatron_palimpsa.training import checkpoint_files as files
 from megatron_palimpsa.training.checkpoint_format import write_index, write_rank_file
@@ -26,10 +26,41 @@ from megatron_palimpsa.training.run_folder import RunFolder
 logger = logging.getLogger(__name__)
 
 MODEL_SECTION = "model.yaml"
+_SEQ_LENGTH = 2048
+"""Where the source gives none; no weight depends on it."""
 AT_ONCE = 2**24
 """Elements read and written at once, 64 MiB in float32."""
 _SAID_EVERY = 10.0
 """Seconds between two lines of progress."""
+
+
+def untrained_stage(section: dict[str, Any], output: Path, tokenizer: Path | None, where: str) -> StageConfig:
+    """The configuration of a stage `output` that has weights and was not trained.
+
+    Args:
+        section: its `model:` section, where `seq_length` may be missing.
+        tokenizer: the file that `complete` copies, whose name it takes over.
+        where: of the model, for messages.
+
+    Raises:
+        ConfigError: the section says no model.
+    """
+    model = {"seq_length": _SEQ_LENGTH, **section}
+    tree = {
+        "name": output.name,
+        "output_dir": str(output.parent),
+        "model": model,
+        "data": {
+            "train_blend": "",
+            "valid_blend": "",
+            "tokenizer": "" if tokenizer is None else str(output / tokenizer.name),
+        },
+        "train": {"tokens": model["seq_length"], "global_batch_tokens": model["seq_length"]},
+        "optimizer": {"lr": 1e-4, "warmup_steps": 0},
+    }
+    stage = stage_from_dict(tree, where)
+    check_stage(stage)
+    return stage
 
 
 def require_new(output: Path) -> None:
