@@ -25,12 +25,12 @@ def split_of(word: str) -> Literal["train", "evaluation"]:
     return "evaluation" if zlib.crc32(word.encode()) & 1 else "train"
 
 
-def word(draw: Draw) -> str:
-    """An invented word of training's half, of two or three syllables."""
+def word(draw: Draw, split: Literal["train", "evaluation"] = "train") -> str:
+    """An invented word of one half, of two or three syllables."""
     while True:
         syllables = draw.between(2, 3)
         spelled = "".join(draw.choice(_ONSETS) + draw.choice(_VOWELS) + draw.choice(_CODAS) for _ in range(syllables))
-        if split_of(spelled) == "train":
+        if split_of(spelled) == split:
             return spelled
 
 
