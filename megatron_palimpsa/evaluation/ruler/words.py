@@ -24,11 +24,11 @@ _NOUNS = (
     "drawer", "eagle", "ember", "engine", "falcon", "feather", "fiddle", "forest", "fossil", "fountain", "galaxy",
     "garden", "ginger", "glacier", "goblet", "hammer", "harbor", "hazel", "helmet", "heron", "hornet", "island",
     "jacket", "jasmine", "kernel", "kettle", "ladder", "lagoon", "lantern", "lemon", "lizard", "locket", "magnet",
-    "mango", "marble", "meadow", "mirror", "monsoon", "mosaic", "needle", "nutmeg", "oasis", "orchard", "otter", "paddle",
-    "parrot", "pebble", "pepper", "pillow", "planet", "pocket", "prairie", "pyramid", "quarry", "quiver", "rabbit",
-    "raven", "ribbon", "river", "rocket", "saddle", "sapphire", "shadow", "spider", "statue", "summit", "tavern",
-    "temple", "thimble", "tiger", "tunnel", "turtle", "valley", "velvet", "violin", "walnut", "whistle", "willow",
-    "window", "zephyr",
+    "mango", "marble", "meadow", "mirror", "monsoon", "mosaic", "needle", "nutmeg", "oasis", "orchard", "otter",
+    "paddle", "parrot", "pebble", "pepper", "pillow", "planet", "pocket", "prairie", "pyramid", "quarry", "quiver",
+    "rabbit", "raven", "ribbon", "river", "rocket", "saddle", "sapphire", "shadow", "spider", "statue", "summit",
+    "tavern", "temple", "thimble", "tiger", "tunnel", "turtle", "valley", "velvet", "violin", "walnut", "whistle",
+    "willow", "window", "zephyr",
 )  # fmt: skip
 _UPPER = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _HEX = "0123456789abcdef"
