@@ -15,8 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-_MOST_NEW_TOKENS = 2**20
-
 
 def main(arguments: list[str] | None = None, at_end: Callable[[int], None] | None = None) -> int:
     """Run one command; the exit code is that of `training.exit_codes.ExitCode`.
@@ -76,8 +74,7 @@ def _run(arguments: list[str] | None, own_output: bool) -> int:
     from megatron_palimpsa.training.exit_codes import ExitCode
 
     try:
-        # What `generate` writes to standard output is the text alone.
-        _start_logging(sys.stderr if options.command is _generate else sys.stdout)
+        _start_logging(sys.stderr if getattr(options, "output_is_text", False) else sys.stdout)
         return int(options.command(options))
     except (ConfigError, DataError) as error:
         if own_output or launcher.local_rank() == 0 or _others_may_wait():
@@ -188,31 +185,9 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_generate(commands: argparse._SubParsersAction) -> None:
-    generate = commands.add_parser(
-        "generate",
-        help="continue a text with a trained stage",
-        description="Continue a text with a stage's newest checkpoint, finished or not; prints the continuation alone.",
-    )
-    generate.add_argument("folder", type=Path, metavar="STAGE_FOLDER", help="for instance runs/demo/instruct")
-    generate.add_argument(
-        "prompt", nargs="?", metavar="PROMPT", help="the text to continue; standard input where it is left out"
-    )
-    generate.add_argument(
-        "--max-new-tokens", type=_token_count, default=128, metavar="N", help="at most so many (%(default)s)"
-    )
-    generate.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token (%(default)s)"
-    )
-    generate.add_argument("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest; 0: all")
-    generate.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="sample among the likeliest tokens of mass P (%(default)s)",
-    )
-    generate.add_argument("--seed", type=int, default=0, metavar="N", help="of the sampling (%(default)s)")
-    generate.set_defaults(command=_generate)
+    from megatron_palimpsa.commands import generate
+
+    generate.add(commands)
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:
@@ -223,13 +198,6 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     )
     report.add_argument("folder", type=Path, metavar="FOLDER", help="the stages' output_dir, for instance runs/demo")
     report.set_defaults(command=_report)
-
-
-def _token_count(text: str) -> int:
-    # Attention layers reserve their cache for as many at once.
-    if not text.isdecimal() or not 1 <= int(text) <= _MOST_NEW_TOKENS:
-        raise argparse.ArgumentTypeError(f"must be an integer from 1 to {_MOST_NEW_TOKENS}, not {text}")
-    return int(text)
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -243,35 +211,6 @@ def _prep_demo(options: argparse.Namespace) -> int:
 
     demo.prepare(options.folder, progress=print)
     return 0
-
-
-def _generate(options: argparse.Namespace) -> int:
-    from megatron_palimpsa.training.generate import generate_text
-
-    print(
-        generate_text(
-            options.folder,
-            _prompt(options.prompt),
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            seed=options.seed,
-        )
-    )
-    return 0
-
-
-def _prompt(argument: str | None) -> str:
-    """The argument, or standard input; what is not UTF-8 arrives as lone surrogates or not at all."""
-    from megatron_palimpsa.config import ConfigError
-
-    try:
-        prompt = argument if argument is not None else sys.stdin.read() if sys.stdin else ""
-        prompt.encode()
-    except UnicodeError as error:
-        raise ConfigError(f"the prompt is not UTF-8 text: {error}") from None
-    return prompt
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -223,7 +223,7 @@ def test_a_rank_of_several_that_fails_alone_ends_at_once(capsys, stage, monkeypa
 
 
 def test_generate_needs_a_stage(capsys, tmp_path):
-    assert "cannot read the configuration" in refusal(capsys, "generate", tmp_path, "text")
+    assert "holds no stage" in refusal(capsys, "generate", tmp_path, "text")
 
 
 def test_a_file_that_cannot_be_written_is_one_message(stage, tmp_path, capsys, monkeypatch):

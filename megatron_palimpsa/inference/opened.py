@@ -39,7 +39,9 @@ class Opened:
 
 
 @contextmanager
-def opened(source: Path, precision: Literal["bf16", "fp32"] | None = None) -> Iterator[Opened]:
+def opened(
+    source: Path, precision: Literal["bf16", "fp32"] | None = None, tokenizer: Path | None = None
+) -> Iterator[Opened]:
     """The model in a stage's folder, by its newest intact checkpoint; complete or not.
 
     Process groups of this one process exist in the meantime.
@@ -47,6 +49,7 @@ def opened(source: Path, precision: Literal["bf16", "fp32"] | None = None) -> It
     Args:
         source: the stage's folder, or one of its checkpoints (`checkpoints/step-N`).
         precision: of the weights; None is the stage's own. What is marked fp32 stays so.
+        tokenizer: its file, in place of the stage's.
 
     Raises:
         ConfigError: the folder holds no stage, or no intact checkpoint.
@@ -60,12 +63,13 @@ def opened(source: Path, precision: Literal["bf16", "fp32"] | None = None) -> It
         train=dataclasses.replace(config.train, precision=precision or config.train.precision, recompute="none"),
     )
     require_same_model(path, config.model)
-    tokenizer = tokenizers.load(Path(config.data.tokenizer)) if config.data.tokenizer else None
+    tokenizer_file = tokenizer or (Path(config.data.tokenizer) if config.data.tokenizer else None)
+    loaded_tokenizer = None if tokenizer_file is None else tokenizers.load(tokenizer_file)
     parallel.initialize(config.parallel, config.seed)
     try:
         model = build_model(config).eval()
         load_weights([], locals_of([model]), Reader(path).read)
-        yield Opened(model, config, tokenizer, path)
+        yield Opened(model, config, loaded_tokenizer, path)
     finally:
         parallel.destroy()
 

@@ -21,7 +21,8 @@ class CoreAttention(nn.Module):
     """Causal softmax(scale * Q K^T) V, each document by itself; grouped queries; no T x T scores in memory.
 
     Takes the arguments that Megatron's SelfAttention gives. Under context parallelism a rank's queries meet the keys
-    and values of the whole row. Dropout, an arbitrary mask or an attention bias are not implemented and refused.
+    and values of the whole row. Dropout, an attention bias and any mask but that of padding before cached keys are not
+    implemented and refused.
     """
 
     def __init__(
@@ -59,19 +60,21 @@ class CoreAttention(nn.Module):
         Args:
             query: [S, B, Hq, D], or [T, Hq, D] with `packed_seq_params` (format thd).
             key, value: [L, B, Hkv, D] with L >= S: the S queries are the last of L positions; or [T, Hkv, D].
+            attention_mask: [B, 1, 1, L], True where a key is padding; only for the one token of cached decoding.
             attn_mask_type: causal; Megatron says no_mask when it decodes behind cached keys, where lower-right
                 causality is the same for one token and right for several.
 
         Returns:
             [S, B, Hq * D], or [T, Hq * D]; 0 behind the last document.
         """
-        if attention_mask is not None or attention_bias is not None:
+        decoding = packed_seq_params is None and query.shape[0] == 1
+        if attention_bias is not None or (attention_mask is not None and not decoding):
             raise ValueError("attention layers are causal within documents: no attention_mask, no attention_bias")
         part = crossed_part(packed_seq_params, self.cp_group)
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params, part)
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
-        return self._attend(query, key, value).permute(2, 0, 1, 3).flatten(-2)
+        return self._attend(query, key, value, attention_mask).permute(2, 0, 1, 3).flatten(-2)
 
     def _packed(
         self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, part: RowPart | None
@@ -101,16 +104,18 @@ class CoreAttention(nn.Module):
                 output = keep_in_graph(output, unused)
         return output
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None = None) -> Tensor:
         """query [B, Hq, S, D], key and value [B, Hkv, L, D] -> [B, Hq, S, D]."""
         queries, keys = query.shape[2], key.shape[2]
-        mask = causal_lower_right(queries, keys) if 1 < queries < keys else None
+        mask: Tensor | None = None if padding is None else ~padding
+        if 1 < queries < keys:
+            mask = causal_lower_right(queries, keys)
         return F.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=mask,
-            is_causal=queries == keys,
+            is_causal=mask is None and queries == keys,
             scale=self.scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )

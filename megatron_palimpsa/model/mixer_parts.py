@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 Filter = tuple[Tensor, Tensor | None]
@@ -45,3 +47,12 @@ class MixerState:
     """[B, 2 * G * K, d_conv - 1]"""
     memory: tuple[Tensor, ...]
     """(M,), or (M, Ibar) with importance: each [B, H, V, K] fp32."""
+
+    @classmethod
+    def side_by_side(cls, rows: Sequence[MixerState]) -> MixerState:
+        """One state of all rows, in their order."""
+        return cls(
+            torch.cat([row.conv_x for row in rows]),
+            torch.cat([row.conv_bc for row in rows]),
+            tuple(map(torch.cat, zip(*(row.memory for row in rows), strict=True))),
+        )

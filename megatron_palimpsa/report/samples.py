@@ -27,14 +27,9 @@ class Sample:
 
 def generate_samples(stage: Path) -> list[Sample]:
     """What the model in a stage's folder says to two instructions and how it goes on with two beginnings; sampled."""
-    from megatron_palimpsa.training.generate import generate_text
+    from megatron_palimpsa.inference.text import generate_texts
+    from megatron_palimpsa.model.sampling import Sampling
 
-    return [
-        Sample(
-            shown,
-            generate_text(
-                stage, text, max_new_tokens=_MAX_NEW_TOKENS, temperature=TEMPERATURE, top_p=TOP_P, seed=seed
-            ).strip(),
-        )
-        for seed, (shown, text) in enumerate(_PROMPTS.items())
-    ]
+    sampling = Sampling(temperature=TEMPERATURE, top_p=TOP_P)
+    texts = generate_texts(stage, list(_PROMPTS.values()), max_new_tokens=_MAX_NEW_TOKENS, sampling=sampling)
+    return [Sample(shown, text.strip()) for shown, text in zip(_PROMPTS, texts, strict=True)]

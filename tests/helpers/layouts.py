@@ -26,6 +26,7 @@ from megatron_palimpsa.config import StageConfig
 from megatron_palimpsa.model import build_model, forward_loss, memory_statistics
 from megatron_palimpsa.model.generation import generate
 from megatron_palimpsa.model.naming import global_parameters
+from megatron_palimpsa.model.sampling import Sampling
 from megatron_palimpsa.model.tensor_parallel import local_share
 from megatron_palimpsa.model.weights import load_full_weights
 
@@ -37,7 +38,11 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     # 6 heads in 3 groups: the border between the ranks cuts the second group, of heads and of the norm.
     "a group cut by the ranks' border": {"pattern": "PM", "hidden_size": 24, "ngroups": 3, "train_prior": True},
 }
-GENERATION: dict[str, Any] = {"prompt_ids": [1, 2, 3], "max_new_tokens": 8, "temperature": 1.0, "seed": 3}
+GENERATION: dict[str, Any] = {
+    "prompt_ids": [1, 2, 3],
+    "max_new_tokens": 8,
+    "sampling": Sampling(temperature=1.0, seed=3),
+}
 
 
 def stage(geometry: str, **parallel_settings: Any) -> StageConfig:

@@ -7,24 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.runs import read_checkpoint, train_in_new_process, write_stage
+from helpers.runs import read_checkpoint
 
 from megatron_palimpsa.config import ConfigError
 from megatron_palimpsa.inference import opened
 
 
-@pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory, tiny_data) -> Path:
-    folder = tmp_path_factory.mktemp("opened")
-    assert train_in_new_process(write_stage(folder, tiny_data, train={"precision": "bf16", "recompute": "full"})) == 0
-    return folder / "runs" / "stage"
-
-
 @pytest.mark.parametrize("precision", [None, "fp32"])
-def test_weights_are_those_saved_and_fp32_stays(stage: Path, tmp_path: Path, precision) -> None:
-    saved = read_checkpoint(stage / "checkpoints" / "step-8", tmp_path)
-    with opened(stage, precision) as it:
-        assert it.checkpoint == stage / "checkpoints" / "step-8"
+def test_weights_are_those_saved_and_fp32_stays(trained_stage: Path, tmp_path: Path, precision) -> None:
+    saved = read_checkpoint(trained_stage / "checkpoints" / "step-8", tmp_path)
+    with opened(trained_stage, precision) as it:
+        assert it.checkpoint == trained_stage / "checkpoints" / "step-8"
         assert not it.model.training
         for name, parameter in it.model.named_parameters():
             kept = precision == "fp32" or getattr(parameter, "keep_fp32", False)
@@ -32,14 +25,14 @@ def test_weights_are_those_saved_and_fp32_stays(stage: Path, tmp_path: Path, pre
             assert torch.equal(parameter, saved[name].to(parameter.dtype)), name
 
 
-def test_a_checkpoint_of_the_stage_can_be_named(stage: Path) -> None:
-    with opened(stage / "checkpoints" / "step-8") as it:
+def test_a_checkpoint_of_the_stage_can_be_named(trained_stage: Path) -> None:
+    with opened(trained_stage / "checkpoints" / "step-8") as it:
         assert it.checkpoint.name == "step-8"
 
 
-def test_what_is_not_there_or_damaged_is_one_message(stage: Path, tmp_path: Path) -> None:
+def test_what_is_not_there_or_damaged_is_one_message(trained_stage: Path, tmp_path: Path) -> None:
     copy = tmp_path / "stage"
-    shutil.copytree(stage, copy)
+    shutil.copytree(trained_stage, copy)
     (copy / "checkpoints" / "step-8" / "__0_0.distcp").write_bytes(b"")
     for source, message in (
         (tmp_path, "holds no stage"),
