@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from palimpsa_launch import stages
 
 from helpers.mini_slurm import MiniSlurm, wait_until
 from helpers.runs import Events, read_checkpoint, train_on_ranks, write_stage
@@ -25,23 +27,20 @@ class FaultyChain:
     def __init__(
         self,
         folder: Path,
-        data: Path,
         cluster: MiniSlurm,
-        stages: int,
+        recipes: Sequence[Path],
         plan: Mapping[str, Mapping[int, tuple[str, int]]],
         job: Mapping[str, Any] | None = None,
-        train: Mapping[str, Any] | None = None,
         processes: int = 2,
     ) -> None:
-        """`processes` of each node; `job` and `train` go over the settings of the job and the stages."""
+        """`processes` of each node; `job` goes over the settings of the job."""
         self.cluster = cluster
         self.ranks = 2 * processes
         self.faults = folder / "faults"
         self.faults.mkdir()
         (self.faults / "plan.json").write_text(json.dumps(plan))
         self.run = folder / "runs"
-        self.names = [f"stage-{number}" for number in range(1, stages + 1)]
-        self.recipes = write_chain(folder, data, stages, **(train or {}))
+        self.recipes = recipes
         hook = str(Path(__file__).parent / "faults")
         variables = {"PYTHONPATH": f"{hook}:{os.environ.get('PYTHONPATH', '')}", "FAULTS": str(self.faults)}
         settings = {"time": "60", "nodes": 2, "gpus_per_node": 0, "processes_per_node": processes}
@@ -85,30 +84,58 @@ class FaultyChain:
 
 
 class Unbroken:
-    """The stages of chains that nothing befalls, each trained on this machine when it is first asked for."""
+    """Stages that nothing befalls, trained on this machine, each when it is first asked for."""
 
-    def __init__(self, folder: Path, data: Path) -> None:
-        self._folder = folder
-        self._data = data
+    def __init__(self, recipes: Sequence[Path], ranks: int) -> None:
+        self._recipes = recipes
+        self._ranks = ranks
 
-    def weights(self, stage: str, ranks: int) -> dict[str, Any]:
-        folder = self._folder / str(ranks)
-        folder.mkdir(exist_ok=True)
-        number = int(stage.removeprefix("stage-"))
-        for recipe in write_chain(folder, self._data, number):
-            if not (folder / "runs" / recipe.stem / "STAGE_COMPLETE").exists():
-                assert train_on_ranks(recipe, ranks=[Events()] * ranks) == [0] * ranks
-        return weights(folder / "runs", stage)
+    def weights(self, stage: str) -> dict[str, Any]:
+        run = self._recipes[0].parent / "runs"
+        for recipe in self._recipes:
+            if not (run / recipe.stem / "STAGE_COMPLETE").exists():
+                assert train_on_ranks(recipe, ranks=[Events()] * self._ranks) == [0] * self._ranks
+            if recipe.stem == stage:
+                break
+        return weights(run, stage)
 
 
-def write_chain(folder: Path, data: Path, stages: int, **train: Any) -> list[Path]:
+def write_chain(folder: Path, data: Path, count: int, **train: Any) -> list[Path]:
+    """Stages of a tiny model, each from the weights of the one before."""
     changes = {"tokens": STEPS * 128, "global_batch_tokens": 128, "eval_interval": STEPS, **train}
     recipes = []
-    for number in range(1, stages + 1):
+    for number in range(1, count + 1):
         source = {"init_from": {"stage": f"stage-{number - 1}"}} if number > 1 else {}
         checkpoint = {"interval": 2, "keep": 8}
         recipes.append(write_stage(folder, data, f"stage-{number}", train=changes, checkpoint=checkpoint, **source))
     return recipes
+
+
+def write_demo(folder: Path, data: Path) -> list[Path]:
+    """The demo's three stages, each cut to 8 steps, on data that lies in `data` or will."""
+    recipes = []
+    for name in ("continue-pretraining", "long-context", "instruct"):
+        blends = {f"{split}_blend": str(data / "blends" / f"{name}-{split}.yaml") for split in ("train", "valid")}
+        tree = {
+            "base": str(stages.path(f"demo/{name}")),
+            "output_dir": str(folder / "runs"),
+            "data": blends | {"tokenizer": str(data / "tokenizer.model")},
+            "train": {"tokens": STEPS * 2048, "eval_interval": STEPS},
+            "optimizer": {"warmup_steps": 2},
+            "parallel": {"tp": 2},
+            "checkpoint": {"interval": 2, "keep": 8},
+        }
+        recipes.append(folder / f"{name}.yaml")
+        recipes[-1].write_text(yaml.safe_dump(tree))
+    return recipes
+
+
+def write_preparation(folder: Path, data: Path) -> Path:
+    """The demo's data, made in `data`."""
+    recipe = folder / "data.yaml"
+    command = shlex.join(["prep", "demo", "--folder", str(data)])
+    recipe.write_text(yaml.safe_dump({"name": "data", "output_dir": str(folder / "runs"), "then": [command]}))
+    return recipe
 
 
 def weights(run: Path, stage: str) -> dict[str, Any]:

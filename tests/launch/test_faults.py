@@ -3,7 +3,16 @@
 import time
 
 import pytest
-from helpers.chains import PATIENCE, FaultyChain, Unbroken, assert_same, weights
+from helpers.chains import (
+    PATIENCE,
+    FaultyChain,
+    Unbroken,
+    assert_same,
+    weights,
+    write_chain,
+    write_demo,
+    write_preparation,
+)
 from helpers.mini_slurm import mini_slurm, reason_to_skip, wait_until
 
 from megatron_palimpsa import cli
@@ -29,18 +38,31 @@ def cluster():
 
 @pytest.fixture(scope="module")
 def unbroken(tiny_data, tmp_path_factory):
-    return Unbroken(tmp_path_factory.mktemp("unbroken"), tiny_data)
+    """Weights of the tiny stage by the number of ranks."""
+    folders = {ranks: tmp_path_factory.mktemp(f"unbroken-{ranks}") for ranks in (2, 4)}
+    runs = {ranks: Unbroken(write_chain(folder, tiny_data, 1), ranks) for ranks, folder in folders.items()}
+    return lambda ranks: runs[ranks].weights("stage-1")
 
 
 @pytest.fixture
-def start(cluster, tmp_path, tiny_data, monkeypatch):
+def submit(cluster, tmp_path, monkeypatch):
     """Make and submit a chain."""
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
 
-    def make(stages, plan, **settings):
-        chain = FaultyChain(tmp_path, tiny_data, cluster, stages, plan, **settings)
+    def make(recipes, plan, **settings):
+        chain = FaultyChain(tmp_path, cluster, recipes, plan, **settings)
         chain.submit()
         return chain
+
+    return make
+
+
+@pytest.fixture
+def start(submit, tmp_path, tiny_data):
+    """One tiny stage."""
+
+    def make(plan, train=None, **settings):
+        return submit(write_chain(tmp_path, tiny_data, 1, **(train or {})), {"stage-1": plan}, **settings)
 
     return make
 
@@ -55,61 +77,65 @@ def tell(capsys):
 
 
 def test_killed_rank(start, unbroken, tell):
-    chain = start(1, {"stage-1": {6: ("kill", 1)}}, processes=1)
+    chain = start({6: ("kill", 1)}, processes=1)
     chain.wait_for("stage-1", "COMPLETED")
     assert "attempt 1 from step 4" in chain.log("stage-1")
-    assert_same(weights(chain.run, "stage-1"), unbroken.weights("stage-1", chain.ranks))
+    assert_same(weights(chain.run, "stage-1"), unbroken(chain.ranks))
     tell(chain, "stage-1", 6, "kill -9 of a rank")
 
 
 @pytest.mark.long
-def test_three_stages_of_one_submit_through_time_limit_cancel_kill_lost_node_and_requeue(
-    start, unbroken, tell, cluster
+def test_the_demo_by_one_submit_through_time_limit_cancel_kill_lost_node_and_requeue(
+    submit, tell, cluster, tmp_path, tmp_path_factory
 ):
+    data = tmp_path / "data"
+    recipes = write_demo(tmp_path, data)
+    first, second, third = (recipe.stem for recipe in recipes)
     plan = {
-        "stage-1": {4: ("wait", 0)},
-        "stage-2": {4: ("wait", 0)},
-        "stage-3": {2: ("kill", 3), 4: ("wait", 1), 6: ("wait", 0)},
+        first: {4: ("wait", 0)},
+        second: {4: ("wait", 0)},
+        third: {2: ("kill", 3), 4: ("wait", 1), 6: ("wait", 0)},
     }
-    chain = start(3, plan)
-    chain.wait_at("stage-1", 4)
-    cluster.call("scancel", "--batch", "--signal=USR1", chain.job_id("stage-1"))
-    wait_until("the stop file", lambda: list((chain.run / "stage-1" / "logs").glob("*/STOP")), PATIENCE)
-    chain.go_on("stage-1", 4)
+    chain = submit([write_preparation(tmp_path, data), *recipes], plan)
+    chain.wait_at(first, 4)
+    cluster.call("scancel", "--batch", "--signal=USR1", chain.job_id(first))
+    wait_until("the stop file", lambda: list((chain.run / first / "logs").glob("*/STOP")), PATIENCE)
+    chain.go_on(first, 4)
 
-    chain.wait_at("stage-2", 4)
-    assert chain.state("stage-1") == "COMPLETED"
-    cluster.call("scancel", chain.job_id("stage-2"))
-    chain.go_on("stage-2", 4)
-    chain.wait_for("stage-2", "CANCELLED")
-    chain.wait_for("stage-3", "CANCELLED")
+    chain.wait_at(second, 4)
+    assert chain.state(first) == "COMPLETED"
+    cluster.call("scancel", chain.job_id(second))
+    chain.go_on(second, 4)
+    chain.wait_for(second, "CANCELLED")
+    chain.wait_for(third, "CANCELLED")
     assert cli.main(["resume", str(chain.run)]) == 0
 
-    chain.wait_at("stage-3", 4)
-    node = cluster.call("scontrol", "show", "hostnames", cluster.node_of(chain.job_id("stage-3"))).split()[-1]
+    chain.wait_at(third, 4)
+    node = cluster.call("scontrol", "show", "hostnames", cluster.node_of(chain.job_id(third))).split()[-1]
     cluster.kill_node(node)
     try:
-        chain.wait_at("stage-3", 6)
-        cluster.call("scontrol", "requeue", chain.job_id("stage-3"))
-        chain.wait_for("stage-3", "COMPLETED")
+        chain.wait_at(third, 6)
+        cluster.call("scontrol", "requeue", chain.job_id(third))
+        chain.wait_for(third, "COMPLETED")
     finally:
         cluster.start_node(node)
     faults = {
-        ("stage-1", 4): "time limit",
-        ("stage-2", 4): "scancel and resume",
-        ("stage-3", 2): "kill -9 of a rank before the first checkpoint",
-        ("stage-3", 4): "lost node",
-        ("stage-3", 6): "scontrol requeue",
+        (first, 4): "time limit",
+        (second, 4): "scancel and resume",
+        (third, 2): "kill -9 of a rank before the first checkpoint",
+        (third, 4): "lost node",
+        (third, 6): "scontrol requeue",
     }
     for (stage, step), fault in faults.items():
         tell(chain, stage, step, fault)
-    for stage in chain.names:
-        assert_same(weights(chain.run, stage), unbroken.weights(stage, chain.ranks))
+    unbroken = Unbroken(write_demo(tmp_path_factory.mktemp("unbroken"), data), chain.ranks)
+    for recipe in recipes:
+        assert_same(weights(chain.run, recipe.stem), unbroken.weights(recipe.stem))
 
 
 @pytest.mark.long
 def test_hang_is_ended_by_the_watchdog_with_the_stacks_of_all_ranks(start, unbroken, tell):
-    chain = start(1, {"stage-1": {6: ("hang", 1)}}, train={"watchdog_seconds": 60.0})
+    chain = start({6: ("hang", 1)}, train={"watchdog_seconds": 60.0})
     chain.wait_for("stage-1", "COMPLETED")
     logs = chain.rank_logs("stage-1", 0)
     assert all("Timeout (" in log and "in train_step" in log for log in logs)
@@ -117,12 +143,12 @@ def test_hang_is_ended_by_the_watchdog_with_the_stacks_of_all_ranks(start, unbro
     assert not any("in _befall" in log for log in (logs[0], *logs[2:]))
     assert "it hung: the watchdog ended the ranks" in chain.log("stage-1")
     tell(chain, "stage-1", 6, "hang, watchdog after 60 s")
-    assert_same(weights(chain.run, "stage-1"), unbroken.weights("stage-1", chain.ranks))
+    assert_same(weights(chain.run, "stage-1"), unbroken(chain.ranks))
 
 
 @pytest.mark.long
 def test_preempted_job_saves_in_its_grace_time_and_goes_on(start, cluster, tell):
-    chain = start(1, {"stage-1": {3: ("wait", 0)}}, job={"partition": "low"})
+    chain = start({3: ("wait", 0)}, job={"partition": "low"})
     chain.wait_at("stage-1", 3)
     other = cluster.call(
         "sbatch", "--parsable", "-phigh", "-N3", "--exclusive", "-o/dev/null", "--wrap=sleep 1"
@@ -145,7 +171,7 @@ def test_bad_node_is_named_excluded_and_replaced(start, cluster, tmp_path):
     # In the name space of that node alone.
     cluster.call("srun", "--nodelist=node2", "mount", "-t", "tmpfs", "-o", "size=1m", "none", str(local))
     try:
-        chain = start(1, {}, job={"preflight": {"local_folder_gb": 0.1}, "local_folder": str(local)})
+        chain = start({}, job={"preflight": {"local_folder_gb": 0.1}, "local_folder": str(local)})
         chain.wait_for("stage-1", "COMPLETED")
     finally:
         cluster.call("srun", "--nodelist=node2", "umount", str(local))
