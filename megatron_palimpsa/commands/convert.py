@@ -1,9 +1,11 @@
-"""`convert mamba2`: a published model as a stage to start from."""
+"""`convert`: models as stages to start from, and what is to become of their layers."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+
+from megatron_palimpsa.commands import convert_layers
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -24,6 +26,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     )
     mamba2.add_argument("output", type=Path, metavar="OUTPUT", help="the stage's folder, for instance runs/mine/base")
     mamba2.set_defaults(command=_mamba2)
+    convert_layers.add(models)
 
 
 def _mamba2(options: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """The model: Palimpsa-M and Mamba2 layers in Megatron-Core's HybridModel."""
 
-from megatron_palimpsa.model.build import build_model, forward_loss
-from megatron_palimpsa.model.statistics import memory_statistics, record_memory
+from megatron_palimpsa.model.build import build_model, forward_loss, run_layers
+from megatron_palimpsa.model.statistics import memory_statistics, record_memory, recording
 
-__all__ = ["build_model", "forward_loss", "memory_statistics", "record_memory"]
+__all__ = ["build_model", "forward_loss", "memory_statistics", "record_memory", "recording", "run_layers"]

@@ -169,3 +169,16 @@ def forward_loss(model: nn.Module, batch: Batch) -> Tensor:
         labels=batch.labels,
         packed_seq_params=packed_sequence(batch.cu_seqlens, batch.part, batch.offsets),
     )
+
+
+def run_layers(model: HybridModel, batch: Batch) -> Tensor:
+    """Run one row through a whole model, to its hidden states [T, 1, h]: the vocabulary's logits are not formed.
+
+    Args:
+        model: as `build_model` gives it, with all layers.
+        batch: on its device.
+    """
+    packed = packed_sequence(batch.cu_seqlens, batch.part, batch.offsets)
+    embedded = model.embedding(input_ids=batch.tokens, position_ids=None)
+    hidden: Tensor = model.decoder(hidden_states=embedded, attention_mask=None, packed_seq_params=packed)
+    return hidden

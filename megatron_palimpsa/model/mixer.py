@@ -47,7 +47,7 @@ from torch import Tensor, nn
 from megatron_palimpsa.model.context_parallel import Exchange, crossed_part
 from megatron_palimpsa.model.mixer_parts import Filter, MixerOptions, MixerState, Projected
 from megatron_palimpsa.model.recompute import droppable
-from megatron_palimpsa.model.recorder import MemoryRecorder
+from megatron_palimpsa.model.recorder import Recorder
 from megatron_palimpsa.model.tensor_parallel import make_parameter
 
 
@@ -82,7 +82,7 @@ class Mixer(MegatronModule):
         self.cp_group = pg_collection.cp
         self.d_state = config.mamba_state_dim
         self.headdim = config.mamba_head_dim
-        self.recorder: MemoryRecorder | None = None
+        self.recorder: Recorder | None = None
         tp = self.tp_group.size()
         all_heads = config.mamba_num_heads
         if all_heads % tp:

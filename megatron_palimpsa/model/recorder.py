@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -9,6 +11,24 @@ from torch import Tensor
 
 SMALLEST_FORGETTING = 1e-12
 """1 - alpha below this counts as this, so that a head that forgets nothing has a finite window."""
+
+
+def window(log_alpha: Tensor) -> Tensor:
+    """N_t = 1 / (1 - alpha_t) in tokens, of log_alpha_t; as precise as that where alpha_t is next to 1."""
+    return 1 / (-torch.expm1(log_alpha)).clamp(min=SMALLEST_FORGETTING)
+
+
+class Recorder(Protocol):
+    """What a mixer can be given."""
+
+    def record(
+        self,
+        layer_number: int,
+        log_alpha: Tensor,
+        importance: tuple[Tensor, Tensor] | None,
+        cu_seqlens: Tensor | None,
+    ) -> None:
+        """Called by the mixers, see `MemoryRecorder`."""
 
 
 class MemoryRecorder:
@@ -39,8 +59,7 @@ class MemoryRecorder:
         tokens = log_alpha.flatten(0, 1)
         if cu_seqlens is not None:
             tokens = tokens[: int(cu_seqlens[-1])]
-        window = 1 / (-torch.expm1(tokens)).clamp(min=SMALLEST_FORGETTING)
-        self._windows.setdefault(layer_number, []).append(window.flatten())
+        self._windows.setdefault(layer_number, []).append(window(tokens).flatten())
         if importance is None:
             return
         prior, above_prior = importance

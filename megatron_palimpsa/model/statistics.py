@@ -11,15 +11,21 @@ from torch import nn
 from megatron_palimpsa.model.build import forward_loss
 from megatron_palimpsa.model.mixer import Mixer
 from megatron_palimpsa.model.naming import unwrap
-from megatron_palimpsa.model.recorder import MemoryRecorder
+from megatron_palimpsa.model.recorder import MemoryRecorder, Recorder
 from megatron_palimpsa.training.batch import Batch
 
 
 @contextlib.contextmanager
 def record_memory(*chunks: nn.Module) -> Iterator[MemoryRecorder]:
     """Within it every forward pass of the `P` and `M` layers of this rank's model chunks is recorded."""
+    with recording(MemoryRecorder(unwrap(chunks[0]).pg_collection.tp_cp), *chunks) as recorder:
+        yield recorder
+
+
+@contextlib.contextmanager
+def recording[R: Recorder](recorder: R, *chunks: nn.Module) -> Iterator[R]:
+    """The same with a recorder of one's own."""
     mixers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Mixer)]
-    recorder = MemoryRecorder(unwrap(chunks[0]).pg_collection.tp_cp)
     for mixer in mixers:
         mixer.recorder = recorder
     try:

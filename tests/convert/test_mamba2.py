@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.published_mamba2 import TOKENS, computed, expected, one_document, random_mamba2, save_as_state_spaces
+from helpers.published_mamba2 import (
+    DEEP,
+    TOKENS,
+    computed,
+    expected,
+    one_document,
+    random_mamba2,
+    save_as_state_spaces,
+)
 from helpers.stages import tiny_stage
 from helpers.workers import Workers
 from palimpsa_launch import stages
@@ -25,6 +33,7 @@ from megatron_palimpsa.convert.mamba2_config import read_geometry
 from megatron_palimpsa.engine.boxes import Box
 from megatron_palimpsa.model.mamba2_names import from_mamba2
 from megatron_palimpsa.report.write import stages_in
+from megatron_palimpsa.training.batch import Batch
 from megatron_palimpsa.training.checkpoint_format import Reader
 from megatron_palimpsa.training.checkpoint_state import differences, fingerprint
 from megatron_palimpsa.training.stages import find_source
@@ -49,7 +58,7 @@ PUBLISHED = {  # of mamba2-2.7b
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Workers]:
-    workers = Workers(2)
+    workers = Workers(4)
     yield workers
     workers.close()
 
@@ -91,13 +100,37 @@ def test_logits_are_those_of_the_source_under_any_layout(ranks: Workers, tmp_pat
     batch = one_document(VOCABULARY)
     logits, losses = expected(theirs.float(), batch, 64)
     assert cli.main(["convert", "mamba2", str(tmp_path / "source"), str(tmp_path / "base")]) == 0
-    for layout in ({}, {"tp": 2}, {"pp": 2}):
-        world_size = 2 if layout else 1
-        for ours, our_losses in ranks.run_on(world_size, computed, follower(tmp_path, **layout), batch):
+    check_layouts(ranks, tmp_path, batch, logits, losses, {}, {"tp": 2}, {"pp": 2})
+
+
+def check_layouts(ranks: Workers, runs: Path, batch: Batch, logits: Tensor, losses: Tensor, *layouts: Any) -> None:
+    assert logits.std() > 0.5
+    for layout in layouts:
+        results = ranks.run_on(layout.get("tp", 1) * layout.get("pp", 1), computed, follower(runs, **layout), batch)
+        for ours, our_losses in results:
             torch.testing.assert_close(our_losses, losses, atol=1e-4, rtol=1e-4)
             if ours is not None:
                 torch.testing.assert_close(ours, logits, atol=1e-4, rtol=1e-4)
-    assert logits.std() > 0.5
+        assert results[-1][0] is not None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("style", "n_groups", "tied"),
+    [("state-spaces", 1, True), ("state-spaces", 8, False), ("hugging face", 8, True), ("hugging face", 1, False)],
+)
+def test_logits_are_those_of_the_source_at_the_published_depth_and_vocabulary(
+    ranks: Workers, tmp_path: Path, style: str, n_groups: int, tied: bool
+) -> None:
+    rows = 50288 if style == "state-spaces" else 50277
+    theirs = random_mamba2(noise=0.02, n_groups=n_groups, tie_word_embeddings=tied, vocab_size=rows, **DEEP)
+    if style == "state-spaces":
+        save_as_state_spaces(theirs, tmp_path / "source", 50277)
+    else:
+        theirs.save_pretrained(tmp_path / "source")
+    batch = one_document(50277)
+    assert cli.main(["convert", "mamba2", str(tmp_path / "source"), str(tmp_path / "base")]) == 0
+    check_layouts(ranks, tmp_path, batch, *expected(theirs, batch, 50288), {}, {"tp": 2}, {"tp": 4}, {"pp": 2})
 
 
 def test_large_tensors_go_through_in_stretches(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from helpers.models import randomise
 from helpers.stages import random_batch, tiny_stage
 
 from megatron_palimpsa.config import ConfigError
-from megatron_palimpsa.model import build_model, forward_loss
+from megatron_palimpsa.model import build_model, forward_loss, run_layers
 from megatron_palimpsa.model.naming import global_parameters
 from megatron_palimpsa.training.batch import Batch
 
@@ -51,6 +51,18 @@ def test_losses_and_every_gradient_equal_a_float64_model_written_token_by_token(
     }
     assert max(errors.values()) < 1e-5, errors
     assert ("decoder.layers.0.mixer.prior_log" in errors) == config.model.train_prior
+
+
+def test_hidden_states_without_logits_are_those_of_the_losses():
+    config = tiny_stage()
+    model = build_model(config)
+    randomise(model)
+    batch = random_batch(config, seed=4, padding=2)
+    with torch.no_grad():
+        logits = run_layers(model, batch)[:, 0] @ model.embedding.word_embeddings.weight.T
+        expected = forward_loss(model, batch)
+    losses = torch.nn.functional.cross_entropy(logits, batch.labels[0], reduction="none")
+    torch.testing.assert_close(losses, expected[0], rtol=1e-5, atol=1e-5)
 
 
 def two_documents(config, last_token_of_first: int) -> Batch:
