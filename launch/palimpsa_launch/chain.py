@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from megatron_palimpsa.training import run
 from megatron_palimpsa.training.console import clock
 from megatron_palimpsa.training.metrics import read_records
 from megatron_palimpsa.training.run_folder import RunFolder
-from megatron_palimpsa.training.stages import planned_source
+from megatron_palimpsa.training.stages import follow_source, planned_source
 from palimpsa_launch import preparation
 from palimpsa_launch.job import JobConfig, check_environment
 from palimpsa_launch.preparation import Preparation
@@ -62,13 +62,22 @@ class PlannedStep:
 
 
 @dataclass(frozen=True)
-class _Before:
+class Before:
     """What the steps in front of one will have done by the time it starts."""
 
     stages: list[StageConfig]
     """Not complete yet."""
-    prepares: bool
-    """Whether data may still be missing."""
+    preparations: list[Preparation]
+    """Nor these; data that they make may still be missing."""
+
+    @classmethod
+    def of(cls, left: Iterable[StageConfig | Preparation]) -> Before:
+        """Of the steps that are not complete."""
+        steps = list(left)
+        return cls(
+            [step for step in steps if isinstance(step, StageConfig)],
+            [step for step in steps if isinstance(step, Preparation)],
+        )
 
 
 def resolved_path(folder: Path, is_preparation: bool) -> Path:
@@ -89,7 +98,8 @@ def plan_chain(recipes: Sequence[Path], overrides: list[str], jobs: Sequence[Job
     planned: list[PlannedStep] = []
     for number, (recipe, config, job) in enumerate(zip(recipes, configs, jobs, strict=True)):
         try:
-            step = _plan_step(config, _before(configs[:number], planned), job)
+            left = [before for before, step in zip(configs[:number], planned, strict=True) if step.main]
+            step = _plan_step(config, Before.of(left), job)
             for planned_job in step.jobs:
                 check_syntax(planned_job.script)
             planned.append(step)
@@ -102,7 +112,7 @@ def load_recipe(recipe: Path, overrides: list[str]) -> StageConfig | Preparation
     """The stage or the preparation that a recipe describes; overrides of stages leave preparations alone."""
     if preparation.is_preparation(recipe):
         return preparation.load(recipe, overrides)
-    return load_stage(recipe, overrides)
+    return follow_source(load_stage(recipe, overrides))
 
 
 def check_folders(recipes: Sequence[Path], configs: Sequence[StageConfig | Preparation]) -> None:
@@ -122,15 +132,7 @@ def check_folders(recipes: Sequence[Path], configs: Sequence[StageConfig | Prepa
                 )
 
 
-def _before(configs: Sequence[StageConfig | Preparation], planned: Sequence[PlannedStep]) -> _Before:
-    left = [config for config, step in zip(configs, planned, strict=True) if step.main]
-    return _Before(
-        [config for config in left if isinstance(config, StageConfig)],
-        any(isinstance(config, Preparation) for config in left),
-    )
-
-
-def _plan_step(config: StageConfig | Preparation, before: _Before, job: JobConfig) -> PlannedStep:
+def _plan_step(config: StageConfig | Preparation, before: Before, job: JobConfig) -> PlannedStep:
     if isinstance(config, Preparation):
         return _plan_preparation(config, preparation.job_of(config, job))
     run_folder = RunFolder(config.folder)
@@ -140,7 +142,7 @@ def _plan_step(config: StageConfig | Preparation, before: _Before, job: JobConfi
         if config.evaluation is None or run_folder.is_evaluated:
             return step
         return dataclasses.replace(step, jobs=(_evaluation(config, step, after=()),))
-    plan = describe_stage(config, before.stages, before.prepares, job.ranks, f"job: {job.layout}")
+    plan = describe_stage(config, before, job.ranks, f"job: {job.layout}")
     _check_interval(config, run_folder, job)
     name = job_name(config.output_dir, config.name)
     command = ["train", str(resolved_path(step.folder, is_preparation=False))]
@@ -150,23 +152,15 @@ def _plan_step(config: StageConfig | Preparation, before: _Before, job: JobConfi
     return dataclasses.replace(step, plan=plan, jobs=tuple(jobs), main="train")
 
 
-def describe_stage(
-    config: StageConfig,
-    before: list[StageConfig],
-    prepares: bool,
-    ranks: int,
-    where: str,
-    gpu_memory: int | None = None,
-) -> str:
-    """Check a stage that follows those `before` it and describe it.
-
-    Args:
-        prepares: its data may still be missing.
+def describe_stage(config: StageConfig, before: Before, ranks: int, where: str, gpu_memory: int | None = None) -> str:
+    """Check a stage that follows what is `before` it and describe it.
 
     Raises:
         ConfigError: what is wrong, and in which layout (`where`).
     """
-    source = planned_source(config, before)
+    made = [folder for step in before.preparations for folder in preparation.outputs(step)]
+    source = planned_source(config, before.stages, made)
+    prepares = bool(before.preparations)
     try:
         return run.describe(config, ranks, planned_source=source, data_may_be_missing=prepares, gpu_memory=gpu_memory)
     except ConfigError as error:

@@ -28,7 +28,7 @@ from megatron_palimpsa.training.exit_codes import ExitCode
 from megatron_palimpsa.training.run_folder import RunFolder
 from palimpsa_launch import preparation
 from palimpsa_launch.attempts import Attempt, attempts
-from palimpsa_launch.chain import check_folders, describe_stage, evaluation_command, load_recipe, resolved_path
+from palimpsa_launch.chain import Before, check_folders, describe_stage, evaluation_command, load_recipe, resolved_path
 from palimpsa_launch.log_reader import LogReader
 from palimpsa_launch.preparation import Preparation
 
@@ -48,19 +48,18 @@ def plan_here(recipes: Sequence[Path], overrides: list[str], ranks: int, gpu_mem
     configs = [load_recipe(recipe, overrides) for recipe in recipes]
     check_folders(recipes, configs)
     plans: list[str] = []
-    left: list[StageConfig] = []
-    prepares = False
+    left: list[Step] = []
     for recipe, config in zip(recipes, configs, strict=True):
         try:
             if _is_complete(config):
                 plans.append(f"stage          {config.name}: complete already")
             elif isinstance(config, Preparation):
-                prepares = True
                 for array in config.arrays:
                     preparation.tasks_left(config, array)
                 plans.append(f"preparation    {config.name} -> {config.folder}")
+                left.append(config)
             else:
-                plans.append(describe_stage(config, left, prepares, ranks, f"--nproc {ranks}", gpu_memory))
+                plans.append(describe_stage(config, Before.of(left), ranks, f"--nproc {ranks}", gpu_memory))
                 evaluation_command(config, config.folder)
                 left.append(config)
         except ConfigError as error:

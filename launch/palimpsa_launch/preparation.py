@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import dataclasses
 import io
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Annotated, Any
 
 import yaml
 from palimpsa_data import DataError, tokenizers
-from palimpsa_data.files import json_sha256, write_atomically
+from palimpsa_data.files import json_bytes, json_sha256, write_atomically
 from palimpsa_data.merge import job_status, merge
 from palimpsa_data.plan import plan_of, save_plan
 from pydantic import ConfigDict, Field
@@ -28,7 +29,7 @@ from palimpsa_launch.job import JobConfig, Name, change_job
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 _KEYS = {"name", "output_dir", "arrays", "then", "job"}
-_MARKER = "PREPARATION_COMPLETE"
+_MARKER, _STARTED = "PREPARATION_COMPLETE", "started.json"
 
 Command = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
 
@@ -55,7 +56,8 @@ class Preparation:
     arrays: dict[Name, Array] = dataclasses.field(default_factory=dict)
     """By name, side by side."""
     then: list[Command] = dataclasses.field(default_factory=list)
-    """More commands of `megatron-palimpsa`, one after the other when the arrays' sets are whole: `prep blend ...`."""
+    """More commands of `megatron-palimpsa`, one after the other when the arrays' sets are whole: `prep blend ...`,
+    `convert ...`. Run again after a kill, those of `convert` whose output is there are left out."""
     job: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Keys of the job's settings that are others than the stages': no GPUs, another partition."""
 
@@ -148,13 +150,39 @@ def finish(config: Preparation) -> int:
         folder = _parse(array.command, "command").output
         _, report = merge(folder)
         print(report.text(), flush=True)
-    for command in config.then:
+    config.folder.mkdir(parents=True, exist_ok=True)
+    for number, command in enumerate(config.then):
+        if _was_done(config, number):
+            print(f"{command}: its output is there", flush=True)
+            continue
         print(f"megatron-palimpsa {shlex.join(words(command))}", flush=True)
         if code := cli.main(words(command)):
             return code
-    config.folder.mkdir(parents=True, exist_ok=True)
     write_atomically(config.folder / _MARKER, f"{_fingerprint(config)}\n".encode())
     return 0
+
+
+def outputs(config: Preparation) -> list[Path]:
+    """What the commands of `then` write, as far as they name it."""
+    parsed = [_parse(command, "then") for command in config.then]
+    return [options.output for options in parsed if hasattr(options, "output")]
+
+
+def _was_done(config: Preparation, number: int) -> bool:
+    """Whether a command of `then` has come to its end here, behind the same others.
+
+    An output that appears by a rename is whole; that it is of this command says a note from before it was there.
+    """
+    options = _parse(config.then[number], f"then.{number}")
+    if not getattr(options, "appears_whole", False):
+        return False
+    path = config.folder / _STARTED
+    started = json.loads(path.read_text()) if path.is_file() else []
+    own = json_sha256([[array.command for array in config.arrays.values()], config.then[: number + 1]])
+    is_there = bool(options.output.exists())
+    if not is_there and own not in started:
+        write_atomically(path, json_bytes([*started, own]))
+    return is_there and own in started
 
 
 def _fingerprint(config: Preparation) -> str:

@@ -25,7 +25,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         "source", metavar="SOURCE", help="its folder, or its name on the Hugging Face hub (state-spaces/mamba2-2.7b)"
     )
     mamba2.add_argument("output", type=Path, metavar="OUTPUT", help="the stage's folder, for instance runs/mine/base")
-    mamba2.set_defaults(command=_mamba2)
+    mamba2.set_defaults(command=_mamba2, appears_whole=True)
     convert_layers.add(models)
 
 

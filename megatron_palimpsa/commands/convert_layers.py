@@ -32,7 +32,7 @@ def add(models: argparse._SubParsersAction) -> None:
         help="in rows of so many, each from no memory (%(default)s)",
     )
     select.add_argument("--precision", choices=("bf16", "fp32"), help="to compute in (default: the stage's)")
-    select.set_defaults(command=_select)
+    select.set_defaults(command=_select, appears_whole=True)
 
 
 def _select(options: argparse.Namespace) -> int:

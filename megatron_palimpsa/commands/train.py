@@ -70,6 +70,7 @@ def _train(options: argparse.Namespace) -> int:
     from megatron_palimpsa import launcher
     from megatron_palimpsa.config import ConfigError, load_stage
     from megatron_palimpsa.training import run
+    from megatron_palimpsa.training.stages import follow_source
 
     if not options.dry_run and (options.ranks or options.gpu_memory):
         raise ConfigError("--ranks and --gpu-memory go with --dry-run alone: they are about the plan")
@@ -78,7 +79,7 @@ def _train(options: argparse.Namespace) -> int:
         if launcher.is_launched():
             raise ConfigError("the environment says WORLD_SIZE: torchrun trains one stage, without --nproc")
         return _train_here(options, names, overrides)
-    config = load_stage(find_recipes(names)[0], overrides)
+    config = follow_source(load_stage(find_recipes(names)[0], overrides))
     if options.dry_run:
         plan = run.dry_run(config, options.gpu_memory, options.ranks)
         if launcher.rank() == 0:

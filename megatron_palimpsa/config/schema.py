@@ -196,6 +196,9 @@ class InitFrom:
     stage: str
     """Name of a sibling stage in the same `output_dir`, or the path of a stage folder."""
     load: Literal["weights", "weights+optimizer"] = "weights"
+    pattern: Literal["own", "source"] = "own"
+    """`source`: the layers stand in the order of that stage's, which may be chosen by measurement before it is trained;
+    `model.pattern` says how many of each kind there are."""
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -25,6 +25,7 @@ _FREE_KEYS = {
     "data.train_blend",
     "data.valid_blend",
     "data.tokenizer",
+    "init_from.pattern",
     "train.micro_batch_size",
     "train.recompute",
     "train.eval_interval",

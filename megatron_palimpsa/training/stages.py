@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -47,22 +47,53 @@ def find_source(config: StageConfig) -> Source | None:
     return Source(checkpoint, config.init_from.load)
 
 
-def planned_source(config: StageConfig, before: Sequence[StageConfig]) -> Source | None:
+def follow_source(config: StageConfig) -> StageConfig:
+    """With `init_from.pattern` source: the stage, its layers in the order of the one it starts from, if there is one.
+
+    Raises:
+        ConfigError: that stage has other numbers of them.
+    """
+    if config.init_from is None or config.init_from.pattern == "own":
+        return config
+    folder = RunFolder(_stage_folder(config, config.init_from.stage))
+    return _in_order_of(load_stage(folder.config), config) if folder.config.is_file() else config
+
+
+def _in_order_of(there: StageConfig, config: StageConfig) -> StageConfig:
+    if sorted(there.model.layers) != sorted(config.model.layers):
+        counts = [
+            ", ".join(f"{layers.count(letter)} {letter}" for letter in sorted(set(layers)))
+            for layers in (there.model.layers, config.model.layers)
+        ]
+        raise ConfigError(f"init_from.pattern=source: {there.folder} has layers {counts[0]}, model.pattern {counts[1]}")
+    letters = iter(there.model.layers)
+    pattern = "".join("|" if letter == "|" else next(letters) for letter in config.model.pattern)
+    return replace(config, model=replace(config.model, pattern=pattern))
+
+
+def planned_source(config: StageConfig, before: Sequence[StageConfig], made: Collection[Path] = ()) -> Source | None:
     """What a stage will start from once the stages `before` it are complete; None where none of them is its source.
+
+    Args:
+        made: folders of stages that something before it makes, and that cannot be looked into yet.
 
     Raises:
         ConfigError: it will not be able to start from there.
     """
-    if config.init_from is None:
+    init_from = config.init_from
+    if init_from is None:
         return None
-    folder = _stage_folder(config, config.init_from.stage)
+    folder = _stage_folder(config, init_from.stage)
+    if not folder.exists() and any(path.resolve() == folder.resolve() for path in made):
+        return Source(folder, init_from.load)
     for there in before:
         if there.folder.resolve() == folder.resolve():
-            key = f"init_from.stage={config.init_from.stage!r}"
-            if differing := differences(fingerprint(there.model), config.model, "there"):
+            key = f"init_from.stage={init_from.stage!r}"
+            here = _in_order_of(there, config) if init_from.pattern == "source" else config
+            if differing := differences(fingerprint(there.model), here.model, "there"):
                 raise ConfigError(f"{key}: trains another model: {differing}")
-            _check_fits(there, config, config.init_from, key)
-            return Source(folder / "checkpoints" / f"step-{there.total_steps}", config.init_from.load)
+            _check_fits(there, config, init_from, key)
+            return Source(folder / "checkpoints" / f"step-{there.total_steps}", init_from.load)
     return None
 
 

@@ -6,6 +6,7 @@ import pytest
 import yaml
 from helpers.bpe import write_tokenizer
 from helpers.jobs import write_inputs
+from helpers.published_mamba2 import random_mamba2, save_as_state_spaces
 from palimpsa_launch import preparation
 from palimpsa_launch.job import load_job
 
@@ -105,6 +106,26 @@ def test_finishing_needs_all_shards_and_marks_these_very_commands(tmp_path):
     assert (tmp_path / "my blend.yaml").is_file()
     assert preparation.is_complete(load(job={"time": "5:00:00"}))
     assert not preparation.is_complete(load(then=[]))
+
+
+def test_what_a_killed_run_has_converted_is_not_converted_again(tmp_path, capfd):
+    save_as_state_spaces(random_mamba2(vocab_size=64, n_groups=1, tie_word_embeddings=True), tmp_path / "source", 61)
+    convert = "convert mamba2 source runs/base"
+    config = load(arrays={}, then=[convert, "prep verify sets/absent"])
+    assert preparation.outputs(config) == [Path("runs/base")]
+    assert preparation.finish(config) == 2
+    written = (tmp_path / "runs" / "base" / "STAGE_COMPLETE").stat().st_mtime_ns
+    capfd.readouterr()
+    assert (
+        preparation.finish(load(arrays={}, then=[convert, "prep tokenizer in --vocab-size 300 --output t.json"])) == 0
+    )
+    assert f"{convert}: its output is there" in capfd.readouterr().out
+    assert (tmp_path / "runs" / "base" / "STAGE_COMPLETE").stat().st_mtime_ns == written
+    # Behind other commands it may be another's output: one converts anew, or removes it.
+    other = load(arrays={}, then=["convert mamba2 source runs/other", convert])
+    for _ in range(2):
+        assert preparation.finish(other) == 2
+        assert "runs/base is there already" in capfd.readouterr().err
 
 
 def test_overrides_of_stages_leave_it_alone_and_the_job_is_changed():

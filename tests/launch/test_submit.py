@@ -62,6 +62,21 @@ def test_dry_run_prints_plans_and_scripts_and_writes_nothing(capsys, tmp_path, s
     assert slurm.calls() == []
 
 
+def test_stage_that_starts_from_what_a_preparation_converts(capsys, tmp_path, tiny_data, slurm):
+    made = tmp_path / "runs" / "base"
+    layers = {"name": "layers", "output_dir": str(tmp_path / "runs"), "then": [f"convert mamba2 source {made}"]}
+    (tmp_path / "layers.yaml").write_text(yaml.safe_dump(layers))
+    stage = write_stage(tmp_path, tiny_data, init_from={"stage": "base", "pattern": "source"})
+    assert "there is no stage folder" in refusal(capsys, stage, *JOB)
+    assert submit(tmp_path / "layers.yaml", stage, *JOB, "--dry-run") == 0
+    assert f"weights of {made}" in capsys.readouterr().out
+    assert submit(tmp_path / "layers.yaml", stage, *JOB) == 0
+    assert slurm.calls() == [
+        "--parsable --dependency=singleton",
+        "--parsable --dependency=afterok:101,singleton --kill-on-invalid-dep=yes",
+    ]
+
+
 def test_chain_is_submitted_with_dependencies_and_recorded(capsys, tmp_path, stages, slurm, monkeypatch):
     monkeypatch.setenv("SBATCH_PARTITION", "elsewhere")
     monkeypatch.setenv("SLURM_JOB_ID", "7")

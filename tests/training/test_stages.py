@@ -2,15 +2,16 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from helpers.stages import tiny_stage
 
-from megatron_palimpsa.config import ConfigError
+from megatron_palimpsa.config import ConfigError, InitFrom
 from megatron_palimpsa.training.checkpoint_files import STATE
 from megatron_palimpsa.training.checkpoint_state import FORMAT_VERSION, fingerprint
 from megatron_palimpsa.training.run_folder import RunFolder
-from megatron_palimpsa.training.stages import find_source
+from megatron_palimpsa.training.stages import Source, find_source, follow_source, planned_source
 
 
 @pytest.fixture
@@ -26,8 +27,9 @@ def runs(tmp_path):
     return tmp_path
 
 
-def stage(runs, load="weights", init="before", **changes):
-    return tiny_stage(name="after", output_dir=str(runs), init_from={"stage": init, "load": load}, **changes)
+def stage(runs, load="weights", init="before", pattern="own", **changes):
+    init_from = {"stage": init, "load": load, "pattern": pattern}
+    return tiny_stage(name="after", output_dir=str(runs), init_from=init_from, **changes)
 
 
 def refusal(config):
@@ -115,3 +117,32 @@ def test_damaged_marker(runs):
 def test_damaged_state_of_the_last_checkpoint(runs, state):
     (runs / "before" / "checkpoints" / "step-4" / STATE).write_text(state)
     assert "step-4 is damaged" in refusal(stage(runs))
+
+
+def test_layers_in_the_order_of_the_source_with_the_stage_s_own_borders(runs):
+    other = {"pattern": "-P|*PM"}
+    piped = tiny_stage(2, name="after", output_dir=str(runs), model=other, parallel={"pp": 2})
+    piped = replace(piped, init_from=InitFrom("before", pattern="source"))
+    assert follow_source(piped).model.pattern == "MP|*-P"
+    assert find_source(follow_source(piped))
+    own = stage(runs, model={"pattern": "-P*PM"})
+    assert follow_source(own) == own
+    assert "pattern is 'MP*-P' in the checkpoint and '-P*PM' here" in refusal(own)
+    with pytest.raises(ConfigError, match=r"before has layers 1 \*, 1 -, 1 M, 2 P, model.pattern 1 \*, 1 -, 2 M, 1 P"):
+        follow_source(stage(runs, pattern="source", model={"pattern": "-P*MM"}))
+
+
+def test_a_source_that_something_before_makes_is_planned_for(runs):
+    to_come = stage(runs, init="base", pattern="source", model={"pattern": "-P*PM"})
+    assert follow_source(to_come) == to_come
+    assert planned_source(to_come, [], [runs / "base"]) == Source(runs / "base", "weights")
+    assert planned_source(to_come, [], [runs / "other"]) is None
+    # What is there is looked into.
+    assert planned_source(stage(runs), [], [runs / "before"]) is None
+
+
+def test_stages_before_may_have_their_layers_in_another_order_where_it_is_followed(runs):
+    before = tiny_stage(name="first", output_dir=str(runs), model={"pattern": "PMP*-"})
+    assert planned_source(stage(runs, init="first", pattern="source"), [before])
+    with pytest.raises(ConfigError, match=r"trains another model: model\.pattern is 'PMP"):
+        planned_source(stage(runs, init="first"), [before])
