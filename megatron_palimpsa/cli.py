@@ -119,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_runs(commands)
     _add_bench(commands)
     _add_generate(commands)
+    _add_mqar(commands)
     _add_report(commands)
     return parser
 
@@ -188,6 +189,12 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     from megatron_palimpsa.commands import generate
 
     generate.add(commands)
+
+
+def _add_mqar(commands: argparse._SubParsersAction) -> None:
+    from megatron_palimpsa.commands import mqar
+
+    mqar.add(commands)
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:

@@ -15,7 +15,10 @@ PLACES = [
     "launch/palimpsa_launch/stages",
 ]
 # In docs/architecture.md a module is named without the folder that its paragraph is about.
-PLACES += [f"megatron_palimpsa/{folder}" for folder in ("model", "parallel", "engine", "training", "convert")]
+PLACES += [
+    f"megatron_palimpsa/{folder}"
+    for folder in ("model", "parallel", "engine", "training", "convert", "experiments/mqar")
+]
 PLACES += [
     "data_prep",
     "launch",

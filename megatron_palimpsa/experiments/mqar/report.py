@@ -1,0 +1,54 @@
+"""`build`: table, CSV and pictures of all runs in the sweeps' folders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_palimpsa.experiments.mqar import summary
+from megatron_palimpsa.experiments.mqar.config import SweepConfig
+
+_TEXT = """# MQAR
+
+Accuracy at the queries of each lesson's last epoch, on examples that were not trained on; each seed at the learning
+rate that was best for it at that length, ± standard deviation over seeds.
+
+{table}
+
+Every finished lesson of every run is in `accuracy.csv`, every epoch in `training.csv`.
+
+![accuracy.png](accuracy.png)
+
+Over the curriculum, each model at its best learning rate: memory window N_t = 1 / (1 - alpha_t) (median over heads and
+tokens), importance ratio r = (I_max - I_min) / I_min (median over heads and examples) and loss. Lines are medians over
+seeds, shaded from the lowest to the highest; behind a lesson that ended early they go straight on.
+
+![training.png](training.png)
+"""
+
+
+def build(configs: Sequence[SweepConfig]) -> Path | None:
+    """Write `OUTPUT_DIR/report` and print its table; -> report.md, None where no epoch is trained yet.
+
+    Raises:
+        ConfigError: a run's files are damaged.
+    """
+    runs = [item for config in configs for item in summary.read_runs(config)]
+    if not runs:
+        print("No epoch is trained yet: no report.")
+        return None
+    from megatron_palimpsa.experiments.mqar import pictures
+
+    output = Path(configs[0].output_dir) / "report"
+    output.mkdir(exist_ok=True)
+    rows = summary.accuracies(runs)
+    summary.write_accuracy_csv(runs, output / "accuracy.csv")
+    summary.write_training_csv(runs, output / "training.csv")
+    pictures.draw_training(runs, output / "training.png")
+    if rows:
+        pictures.draw_accuracy(rows, output / "accuracy.png")
+    text = summary.table(rows) if rows else "No lesson is finished yet."
+    report = output / "report.md"
+    report.write_text(_TEXT.format(table=text))
+    print(f"\n{text}\n\nReport with pictures: {report}", flush=True)
+    return report
