@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_palimpsa.commands import convert_layers
+from megatron_palimpsa.commands import convert_layers, convert_surgery
 
 
 def add(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "convert",
-        help="make a stage to start from of a published model",
-        description="Make a complete stage of a published model; `init_from` takes its weights under any layout.",
+        help="make a stage to start from of a published model, or of another stage",
+        description="Make a complete stage of a published model or of another stage; `init_from` takes its weights "
+        "under any layout.",
     )
     models = parser.add_subparsers(title="what to convert", metavar="WHAT", required=True)
     mamba2 = models.add_parser(
@@ -27,6 +28,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     mamba2.add_argument("output", type=Path, metavar="OUTPUT", help="the stage's folder, for instance runs/mine/base")
     mamba2.set_defaults(command=_mamba2, appears_whole=True)
     convert_layers.add(models)
+    convert_surgery.add(models)
 
 
 def _mamba2(options: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_palimpsa.config import ConfigError
+from megatron_palimpsa.convert.checks import require_tensors
 from megatron_palimpsa.convert.sources import Stored
 from megatron_palimpsa.convert.stage_folder import stretches
 from megatron_palimpsa.engine.boxes import Box
@@ -34,16 +35,8 @@ def check_tensors(
     tied = all(line.ours != OUTPUT for line in table)
     # Tied, it may be written out all the same.
     allowed = {**wanted, HEAD: wanted[EMBEDDINGS]} if tied else wanted
-    problems = [f"{name} is missing" for name in wanted if name not in tensors]
-    problems += [f"{name} is not known" for name in sorted(tensors.keys() - allowed.keys())]
-    problems += [
-        f"{name} is {list(tensors[name].shape)} and not {list(shape)}"
-        for name, shape in allowed.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    if problems:
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise ConfigError(f"{source}: not the tensors of its config.json: {'; '.join(problems[:5])}{more}")
+    found = {name: stored.shape for name, stored in tensors.items()}
+    require_tensors(found, wanted, allowed, f"{source}: not the tensors of its config.json")
     if tied and HEAD in tensors:
         rows, width = wanted[EMBEDDINGS]
         for part in stretches(slice(0, rows), width):

@@ -34,7 +34,9 @@ _SAID_EVERY = 10.0
 """Seconds between two lines of progress."""
 
 
-def untrained_stage(section: dict[str, Any], output: Path, tokenizer: Path | None, where: str) -> StageConfig:
+def untrained_stage(
+    section: dict[str, Any], output: Path, tokenizer: Path | None, where: str, seed: int = StageConfig.seed
+) -> StageConfig:
     """The configuration of a stage `output` that has weights and was not trained.
 
     Args:
@@ -57,6 +59,7 @@ def untrained_stage(section: dict[str, Any], output: Path, tokenizer: Path | Non
         },
         "train": {"tokens": model["seq_length"], "global_batch_tokens": model["seq_length"]},
         "optimizer": {"lr": 1e-4, "warmup_steps": 0},
+        "seed": seed,
     }
     stage = stage_from_dict(tree, where)
     check_stage(stage)
@@ -133,15 +136,13 @@ def complete(
     tokenizer: Path | None,
     *,
     step: int = 0,
-    tokens: int = 0,
-    seconds: float = 0.0,
 ) -> None:
     """Add what makes the folder a complete stage: configuration, `model:` section for recipes, tokenizer, marker."""
     if tokenizer is not None:
         shutil.copyfile(tokenizer, run.path / tokenizer.name)
     run.write_config(stage)
     (run.path / MODEL_SECTION).write_text(yaml.safe_dump({"model": section}, sort_keys=False))
-    run.write_marker({"steps": step, "tokens": tokens, "seconds": seconds, "checkpoint": f"checkpoints/step-{step}"})
+    run.write_marker({"steps": step, "tokens": 0, "seconds": 0.0, "checkpoint": f"checkpoints/step-{step}"})
 
 
 def stretches(rows: slice, *width: int) -> Iterator[slice]:

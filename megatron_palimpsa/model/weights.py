@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -125,6 +125,15 @@ def initializer_of(name: str) -> Initializer:
     return fitting[0]
 
 
+def drawn(name: str, shape: Sequence[int], config: ModelConfig, seed: int) -> Tensor:
+    """The unsplit initial value, float32 on the CPU, of the parameter with this global name."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    full = torch.empty(shape)
+    initializer_of(name)(full, config, generator)
+    return full
+
+
 def initialize_weights(model: HybridModel, config: ModelConfig, seed: int) -> None:
     """Fill every parameter of this rank's part of the model, see `initialize_parameters`."""
     initialize_parameters(global_parameters(model), config, seed, model.tp_group)
@@ -146,10 +155,7 @@ def initialize_parameters(
     @torch.no_grad()
     def draw(named: tuple[str, Tensor]) -> None:
         name, parameter = named
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        full = torch.empty(full_shape(parameter, size))
-        initializer_of(name)(full, config, generator)
+        full = drawn(name, full_shape(parameter, size), config, seed)
         parameter.copy_(local_share(full, parameter, rank, size))
 
     # A generator fills a tensor on one core, 0.2e9 numbers a second; each parameter has its own.

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_palimpsa.engine.boxes import Box
+from megatron_palimpsa.engine.boxes import Box, Shape
 from megatron_palimpsa.training.checkpoint_files import FileRecord, write_file
 
 INDEX = ".metadata"
@@ -213,6 +213,14 @@ class Reader:
         self._tensors: dict[str, Any] = metadata.state_dict_metadata
         self._storage: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
         self._last: tuple[_StorageInfo, Tensor] | None = None
+
+    def shapes(self) -> dict[str, Shape]:
+        """Of all tensors in the checkpoint, by name."""
+        return {
+            key: tuple(tensor.size)
+            for key, tensor in self._tensors.items()
+            if isinstance(tensor, TensorStorageMetadata)
+        }
 
     def read(self, box: Box, out: Tensor) -> None:
         """Fill `out`, of the box's shape.

@@ -12,6 +12,9 @@ from torch import Tensor
 from megatron_palimpsa.engine.boxes import Box
 from megatron_palimpsa.training.checkpoint_format import Reader
 
+RANDOM_STATES = "rng."
+"""What the names of their tensors begin with."""
+
 
 def layout() -> dict[str, int]:
     """The sizes under which every rank has its place."""
@@ -41,7 +44,7 @@ def load_random(reader: Reader) -> None:
     """Restore every random state of this rank."""
     states = {}
     for box, state in random_shares():
-        states[box.key.removeprefix("rng.")] = state = torch.empty_like(state)
+        states[box.key.removeprefix(RANDOM_STATES)] = state = torch.empty_like(state)
         reader.read(box, state)
     states = {name: state.squeeze(0) for name, state in states.items()}
     torch.set_rng_state(states.pop("cpu"))
@@ -52,4 +55,4 @@ def load_random(reader: Reader) -> None:
 
 def _box(name: str, state: Tensor) -> Box:
     size = state.numel()
-    return Box(f"rng.{name}", (dist.get_world_size(), size), (dist.get_rank(), 0), (1, size))
+    return Box(f"{RANDOM_STATES}{name}", (dist.get_world_size(), size), (dist.get_rank(), 0), (1, size))
