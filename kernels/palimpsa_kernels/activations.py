@@ -1,8 +1,9 @@
-"""The activations in front of the scans of a Mamba2-style layer, in PyTorch; arXiv 2602.09075 and 2405.21060.
+"""The activations in front of the scans, in PyTorch; arXiv 2602.09075 and 2405.21060.
 
     dt        = softplus(dt_raw + dt_bias)                      log_alpha = max(-dt * exp(A_log), LOWEST_LOG_ALPHA)
-    v         = x * dt                                          beta      = sigmoid(logits) * softplus(b_scale) * dt
+    v         = x * write                                       beta      = sigmoid(logits) * softplus(b_scale) * write
 
+How strongly a token is written is dt in Mamba2 and Palimpsa-M, a sigmoid of its own in Palimpsa-D.
 Everything is formed in fp32; v and beta are rounded to the inputs' dtype.
 """
 
@@ -20,14 +21,19 @@ def step_and_decay(dt: Tensor, dt_bias: Tensor, A_log: Tensor) -> tuple[Tensor, 
     return dt, (-dt * A_log.exp()).clamp(min=LOWEST_LOG_ALPHA)
 
 
-def weighted_value(x: Tensor, dt: Tensor) -> Tensor:
-    """x [..., H, V] times dt [..., H] fp32, in x's dtype."""
-    return (x.float() * dt.unsqueeze(-1)).to(x.dtype)
+def write_strength(dt: Tensor, strength: Tensor | None) -> Tensor:
+    """dt [..., H] fp32; or, where there is one, the sigmoid of `strength` [..., H], in fp32."""
+    return dt if strength is None else torch.sigmoid(strength.float())
 
 
-def likelihood_precision(logits: Tensor, b_scale: Tensor, dt: Tensor) -> Tensor:
-    """beta of logits [..., H, V], b_scale [H] fp32 and dt [..., H] fp32, in the logits' dtype."""
-    return (torch.sigmoid(logits.float()) * (F.softplus(b_scale) * dt).unsqueeze(-1)).to(logits.dtype)
+def weighted_value(x: Tensor, write: Tensor) -> Tensor:
+    """x [..., H, V] times write [..., H] fp32, in x's dtype."""
+    return (x.float() * write.unsqueeze(-1)).to(x.dtype)
+
+
+def likelihood_precision(logits: Tensor, b_scale: Tensor, write: Tensor) -> Tensor:
+    """beta of logits [..., H, V], b_scale [H] fp32 and write [..., H] fp32, in the logits' dtype."""
+    return (torch.sigmoid(logits.float()) * (F.softplus(b_scale) * write).unsqueeze(-1)).to(logits.dtype)
 
 
 def add_skip(y: Tensor, x: Tensor, D: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The scans as a Mamba2-style layer uses them: raw dt and beta logits in, the skip D * x added to what comes out."""
+"""The scans as a layer uses them: raw dt and beta logits in, the skip D * x added to what comes out."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from palimpsa_kernels import checks, peers
-from palimpsa_kernels.activations import add_skip, likelihood_precision, step_and_decay, weighted_value
+from palimpsa_kernels.activations import (
+    add_skip,
+    likelihood_precision,
+    step_and_decay,
+    weighted_value,
+    write_strength,
+)
 from palimpsa_kernels.api import chunk_palimpsa, chunk_ssd
 from palimpsa_kernels.carry import Carry, HandOver
 from palimpsa_kernels.dispatch import scan_implementation
@@ -39,6 +45,8 @@ def mixing_scan(
     heads: HeadParameters,
     importance: Importance | None = None,
     *,
+    strength: Tensor | None = None,
+    scale: float = 1.0,
     initial_state: tuple[Tensor, ...] | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
@@ -48,11 +56,14 @@ def mixing_scan(
 
         dt = softplus(dt + dt_bias)     log_alpha = max(-dt * exp(A_log), -100)
         v  = x * dt                     beta      = sigmoid(logits) * softplus(b_scale) * dt
-        y  = scan(q, k, v, beta, log_alpha, prior) + D * x
+        y  = scan(q, k, v, beta, log_alpha, prior, scale) + D * x
+
+    With `strength` (Palimpsa-D), sigmoid(strength) takes the place of dt in v and beta, but not in log_alpha.
 
     Differentiable in every tensor but cu_seqlens. Activations, decays and the skip are formed in fp32; v, beta and y
-    are rounded to x's dtype. On CUDA the activations take one pass forward and one backward, v and beta are formed
-    again for the backward pass instead of being kept, and the parameters' gradients repeat bit for bit.
+    are rounded to x's dtype. On CUDA, without strength and scale, the activations take one pass forward and one
+    backward, v and beta are formed again for the backward pass instead of being kept, and the parameters' gradients
+    repeat bit for bit. With them the activations are PyTorch's, v and beta are kept, and a carry scans twice.
 
     Args:
         q: queries [B, T, G, K] (Mamba2's C); bf16, fp16 or fp32. G divides H.
@@ -61,6 +72,8 @@ def mixing_scan(
         dt: before bias and softplus [B, T, H], in q's dtype or fp32.
         heads: dt_bias, A_log and D.
         importance: None for Mamba2.
+        strength: how strongly a token is written, before the sigmoid [B, T, H], in q's dtype or fp32; None: dt.
+        scale: factor on what the scan reads out.
         initial_state: (M,), or (M, Ibar) with importance, each [N, H, V, K] fp32; as in `chunk_palimpsa`.
         output_final_state: also return the states behind each document's last token.
         cu_seqlens: document offsets [N + 1] int32 in the single row, as in `chunk_palimpsa`; behind the last offset
@@ -74,7 +87,7 @@ def mixing_scan(
     Raises:
         ValueError, RuntimeError: as in `chunk_palimpsa`.
     """
-    _check(q, k, x, dt, heads, importance, initial_state, cu_seqlens)
+    _check(q, k, x, dt, heads, importance, strength, initial_state, cu_seqlens)
     checks.require(
         carry is None or (initial_state is None and cu_seqlens is not None),
         "carry takes cu_seqlens, and no initial_state",
@@ -86,10 +99,13 @@ def mixing_scan(
         key_dim=q.shape[3],
         importance=importance is not None,
     )
-    scan = scan_implementation(call)
+    options: dict[str, Any] = {} if strength is None and scale == 1.0 else {"strength": strength, "scale": scale}
+    scan = None if options else scan_implementation(call)
     if scan is None and carry is not None:
-        return _carried(q, k, x, dt, heads, importance, output_final_state, cu_seqlens, carry)
-    options: dict[str, Any] = {} if carry is None else {"carry": carry}
+        options |= {"output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
+        return _carried(q, k, x, dt, heads, importance, carry, **options)
+    if carry is not None:
+        options["carry"] = carry
     y, final = (scan or composed)(
         q,
         k,
@@ -107,11 +123,11 @@ def mixing_scan(
 
 
 def _carried(
-    q: Tensor, k: Tensor, x: Tensor, dt: Tensor, heads: HeadParameters, importance: Importance | None,
-    output_final_state: bool, cu_seqlens: Tensor | None, carry: Carry,
+    q: Tensor, k: Tensor, x: Tensor, dt: Tensor, heads: HeadParameters, importance: Importance | None, carry: Carry, *,
+    output_final_state: bool, **options: Any,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
     """`composed` twice: for what the tokens leave by themselves, then from what comes from the parts before."""
-    options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "output_final_state": True}
+    options |= {"output_final_state": True}
     _, alone = composed(q, k, x, dt, heads, importance, initial_state=None, **options)
     _, log_alpha = step_and_decay(dt, heads.dt_bias, heads.A_log)
     start = HandOver.apply(carry, torch.stack([state[-1] for state in alone]), log_alpha[0].sum(0).exp())
@@ -134,19 +150,22 @@ def composed(
     initial_state: tuple[Tensor, ...] | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
+    strength: Tensor | None = None,
+    scale: float = 1.0,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """`mixing_scan` from PyTorch operations around a scan."""
     step, log_alpha = step_and_decay(dt, heads.dt_bias, heads.A_log)
-    value = weighted_value(x, step)
+    write = write_strength(step, strength)
+    value = weighted_value(x, write)
     final: tuple[Tensor, ...] = ()
     if importance is None:
         initial = None if initial_state is None else initial_state[0]
         y, mean = chunk_ssd(
-            q, k, value, log_alpha, initial_state=initial, output_final_state=True, cu_seqlens=cu_seqlens
+            q, k, value, log_alpha, scale=scale, initial_state=initial, output_final_state=True, cu_seqlens=cu_seqlens
         )
         final = (mean,)
     else:
-        beta = likelihood_precision(importance.logits, importance.b_scale, step)
+        beta = likelihood_precision(importance.logits, importance.b_scale, write)
         states = None if initial_state is None else (initial_state[0], initial_state[1])
         y, final = chunk_palimpsa(
             q,
@@ -155,6 +174,7 @@ def composed(
             beta,
             log_alpha,
             importance.prior,
+            scale=scale,
             initial_state=states,
             output_final_state=True,
             cu_seqlens=cu_seqlens,
@@ -169,6 +189,7 @@ def _check(
     dt: Tensor,
     heads: HeadParameters,
     importance: Importance | None,
+    strength: Tensor | None,
     initial_state: tuple[Tensor, ...] | None,
     cu_seqlens: Tensor | None,
 ) -> None:
@@ -176,10 +197,11 @@ def _check(
     batch, tokens, _, key_dim = q.shape
     count, value_dim = x.shape[2:]
     states = checks.number_of_states(q, cu_seqlens)
+    steps = {"dt": dt} if strength is None else {"dt": dt, "strength": strength}
     shapes: dict[str, tuple[Tensor, tuple[int, ...]]] = {
         "k": (k, tuple(q.shape)),
         "x": (x, (batch, tokens, count, value_dim)),
-        "dt": (dt, (batch, tokens, count)),
+        **{name: (tensor, (batch, tokens, count)) for name, tensor in steps.items()},
     }
     inputs = {"q": q, "k": k, "x": x}
     float32 = heads._asdict()
@@ -196,9 +218,11 @@ def _check(
             float32[name] = state
     checks.check_shapes(shapes)
     checks.check_dtypes(inputs, float32)
-    checks.require(
-        dt.dtype in (q.dtype, float32["A_log"].dtype), f"dt has dtype {dt.dtype}, expected {q.dtype} or torch.float32"
-    )
-    checks.require(dt.device == q.device, f"dt is on {dt.device}, but q is on {q.device}")
+    for name, tensor in steps.items():
+        checks.require(
+            tensor.dtype in (q.dtype, heads.A_log.dtype),
+            f"{name} has dtype {tensor.dtype}, expected {q.dtype} or torch.float32",
+        )
+        checks.require(tensor.device == q.device, f"{name} is on {tensor.device}, but q is on {q.device}")
     if importance is not None:
         checks.check_prior(importance.prior)

@@ -16,7 +16,9 @@ from megatron_palimpsa.config.reading import (
     to_dict,
 )
 from megatron_palimpsa.config.schema import (
+    IMPORTANCE_SYMBOLS,
     LAYER_SYMBOLS,
+    MIXER_SYMBOLS,
     CheckpointConfig,
     DataConfig,
     InitFrom,
@@ -32,7 +34,9 @@ from megatron_palimpsa.config.values import ConfigError, parse_count
 from megatron_palimpsa.config.zero import DeepSpeedConfig, LossScaleConfig
 
 __all__ = [
+    "IMPORTANCE_SYMBOLS",
     "LAYER_SYMBOLS",
+    "MIXER_SYMBOLS",
     "CheckpointConfig",
     "ConfigError",
     "DataConfig",

@@ -20,15 +20,31 @@ from megatron_palimpsa.config.values import (
 )
 from megatron_palimpsa.config.zero import DeepSpeedConfig
 
-LAYER_SYMBOLS = {"P": "Palimpsa-M", "M": "Mamba2", "*": "attention", "-": "MLP"}
+LAYER_SYMBOLS = {
+    "P": "Palimpsa-M",
+    "M": "Mamba2",
+    "Q": "Palimpsa-D",
+    "L": "Palimpsa-D without importance",
+    "*": "attention",
+    "-": "MLP",
+}
+MIXER_SYMBOLS = frozenset("PMQL")
+"""Layers with a matrix state."""
+IMPORTANCE_SYMBOLS = frozenset("PQ")
+"""Those among them that have a second one, the importance; M is P and L is Q without it."""
 
 
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
-    """Geometry and initialisation; the names follow Mamba2's (`d_state` is K, `headdim` is V of palimpsa_kernels)."""
+    """Geometry and initialisation.
+
+    The names follow Mamba2's: `d_state` is K, `headdim` is V of palimpsa_kernels. So they do in Q and L layers, whose
+    expand_v in the paper is V / K, with expand * hidden_size / headdim heads of K + K + V channels each.
+    """
 
     pattern: Annotated[str, Field(min_length=1)]
-    """One letter a layer: P Palimpsa-M, M Mamba2, * attention, - MLP; `|` marks the borders of the pp * vpp stages."""
+    """One letter a layer: P Palimpsa-M, M Mamba2, Q Palimpsa-D, L the same without importance, * attention, - MLP; `|`
+    marks the borders of the pp * vpp stages."""
     hidden_size: Positive
     vocab_size: Count
     """Ids the tokenizer may give; the embedding is padded up to a multiple of `vocab_multiple`."""
@@ -38,15 +54,17 @@ class ModelConfig:
     headdim: Positive = 64
     expand: Positive = 2
     ngroups: Positive = 1
+    """Groups of heads that share keys and queries, of P and M layers; in Q and L layers each head has its own."""
     d_conv: Annotated[int, Field(ge=2)] = 4
     norm_groups: Positive | None = None
-    """Groups of the gated RMSNorm; None follows `ngroups` (state-spaces, Hugging Face, Megatron)."""
+    """Groups of the gated RMSNorm of P and M layers; None follows `ngroups` (state-spaces, Hugging Face, Megatron)."""
     norm_eps: PositiveFloat = 1e-5
+    """Of all norms, those inside of the layers too (1e-5 in the authors' models of P layers, 1e-6 in those of Q)."""
     vocab_multiple: Positive = 16
     tie_embeddings: bool = True
     fp32_residual: bool = True
     beta_rank: Positive = 128
-    """Rank of beta's projection in P layers (48 for 170M, 96 for 760M; the authors' layer default is 128)."""
+    """Rank of beta's projection in P and Q layers (48 for 170M, 96 for 760M; the authors' layer default is 128)."""
     beta_scale_init: Literal["scratch", "finetune", "finetune-effective"] = "scratch"
     """b_scale, raw under a softplus: `scratch` 1, `finetune` U(0.1, 1), `finetune-effective` softplus in U(0.1, 1)."""
     train_prior: bool = False

@@ -5,7 +5,8 @@ and recomputation do more. Norms, activations and the softmax are left out. Forw
 of the residual stream, d of the mixer in H heads, G groups of keys, K state channels and W taps:
 
     M   2 h (2 d + 2 G K + H) + 2 d h + 2 W (d + 2 G K) + 5 d K     the recurrence of arXiv 2405.21060
-    P   M's + 2 r (h + d) + 5 d K                                   rank r of beta, the second state, arXiv 2602.09075
+    L   2 h (2 d + 2 H K + 2 H) + 2 d h + 2 W (d + 2 H K) + 5 d K   each head has keys and queries, arXiv 2602.09075
+    P   M's, Q is L's, + 2 r (h + d) + 5 d K                        rank r of beta, the second state
     *   2 h (2 h + 2 h Q / A) + 4 h (T + 1) / 2                     A query heads in Q groups over T tokens
     -   6 h f                                                       gated, f wide
 
@@ -20,8 +21,10 @@ from megatron_palimpsa.config import ModelConfig
 def forward_flops_per_token(model: ModelConfig) -> float:
     """Forward pass of the whole model, averaged over a full sequence of `seq_length` tokens."""
     layers = {
-        "M": _ssm(model, importance=False),
-        "P": _ssm(model, importance=True),
+        "M": _mamba2(model),
+        "P": _mamba2(model) + importance_flops_per_token(model),
+        "L": _palimpsa_d(model),
+        "Q": _palimpsa_d(model) + importance_flops_per_token(model),
         "*": _attention(model),
         "-": _mlp(model),
     }
@@ -34,19 +37,26 @@ def train_flops_per_token(model: ModelConfig) -> float:
     return 3 * forward_flops_per_token(model)
 
 
-def _ssm(model: ModelConfig, importance: bool) -> float:
+def _mamba2(model: ModelConfig) -> float:
+    return _mixer(model, groups=model.ngroups, per_head=1)
+
+
+def _palimpsa_d(model: ModelConfig) -> float:
+    return _mixer(model, groups=model.nheads, per_head=2)
+
+
+def _mixer(model: ModelConfig, groups: int, per_head: int) -> float:
+    """With keys and queries of `groups` and as many projections as `per_head` onto one number a head."""
     hidden, inner = model.hidden_size, model.d_inner
-    convolved = inner + 2 * model.ngroups * model.d_state
-    projections = 2 * hidden * (inner + convolved + model.nheads) + 2 * inner * hidden
-    state = inner * model.d_state
+    convolved = inner + 2 * groups * model.d_state
+    projections = 2 * hidden * (inner + convolved + per_head * model.nheads) + 2 * inner * hidden
     # A state element is decayed and gets an outer product (3), and its product with q is summed (2).
-    scan = 5 * state
-    added = importance_flops_per_token(model) if importance else 0
-    return projections + 2 * model.d_conv * convolved + scan + added
+    scan = 5 * inner * model.d_state
+    return projections + 2 * model.d_conv * convolved + scan
 
 
 def importance_flops_per_token(model: ModelConfig) -> float:
-    """What a `P` layer's forward pass does beyond an `M` layer's."""
+    """What the forward pass of a `P` layer does beyond that of an `M` layer, or `Q` beyond `L`."""
     projections = 2 * model.beta_rank * (model.hidden_size + model.d_inner)
     # The second state's update (3), the prior added to it and the division (2).
     return projections + 5 * model.d_inner * model.d_state

@@ -17,14 +17,14 @@ def add_palimpsa_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     --norm-epsilon, --init-method-std, --fp32-residual-connection, --untie-embeddings-and-output-weights.
     """
     group = parser.add_argument_group(
-        "palimpsa", "of P (Palimpsa-M) and M (Mamba2) layers under --spec " + " ".join(SPEC)
+        "palimpsa", "of P (Palimpsa-M), M (Mamba2), Q (Palimpsa-D) and L layers under --spec " + " ".join(SPEC)
     )
     default = ModelConfig(pattern="P", hidden_size=1, vocab_size=1, seq_length=1)
     group.add_argument(
         "--palimpsa-beta-rank",
         type=int,
         default=default.beta_rank,
-        help="rank of beta's projection in P layers (default: %(default)s)",
+        help="rank of beta's projection in P and Q layers (default: %(default)s)",
     )
     group.add_argument(
         "--palimpsa-beta-scale-init",
@@ -33,7 +33,7 @@ def add_palimpsa_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         help="b_scale, raw under a softplus: scratch 1, finetune U(0.1, 1), finetune-effective softplus in U(0.1, 1) "
         "(default: %(default)s)",
     )
-    group.add_argument("--palimpsa-train-prior", action="store_true", help="train the prior's importance of P layers")
+    group.add_argument("--palimpsa-train-prior", action="store_true", help="train the prior's importance")
     group.add_argument(
         "--palimpsa-norm-groups",
         type=int,

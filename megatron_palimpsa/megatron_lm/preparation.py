@@ -11,10 +11,10 @@ from typing import Any
 from megatron.core.datasets import utils as dataset_utils
 from megatron.training import training
 
-from megatron_palimpsa.engine.flops import importance_flops_per_token
+from megatron_palimpsa.engine.flops import importance_flops_per_token, train_flops_per_token
 from megatron_palimpsa.megatron_lm.arguments import check_args, model_config
 from megatron_palimpsa.megatron_lm.optimizer_checkpoints import repair_optimizer_checkpoints
-from megatron_palimpsa.model.stack import PALIMPSA, register_symbol
+from megatron_palimpsa.model.stack import register_symbols
 
 
 def prepare(args: argparse.Namespace) -> None:
@@ -27,14 +27,17 @@ def prepare(args: argparse.Namespace) -> None:
         ConfigError: see `check_args`.
     """
     check_args(args)
-    register_symbol()
+    register_symbols()
     count_importance_flops()
     use_shipped_dataset_helpers()
     repair_optimizer_checkpoints()
 
 
 def count_importance_flops() -> None:
-    """Let Megatron's FLOPs, and so its throughput, count a `P` layer: as its own `M` and what importance adds."""
+    """Let Megatron's FLOPs, and so its throughput, count our layers.
+
+    A `P` layer is its own `M` and what importance adds; with `Q` or `L` layers all of the model is counted as stages'.
+    """
     megatrons = training.num_floating_point_operations
     if hasattr(megatrons, "__wrapped__"):
         return
@@ -47,11 +50,12 @@ def count_importance_flops() -> None:
         total_real_tokens_in_batch: float | None = None,
     ) -> float:
         pattern = args.hybrid_layer_pattern or ""
-        plain = argparse.Namespace(**{**vars(args), "hybrid_layer_pattern": pattern.replace(PALIMPSA, "M") or None})
+        tokens = total_real_tokens_in_batch or batch_size * args.seq_length
+        if set(pattern) & {"Q", "L"}:
+            return tokens * train_flops_per_token(model_config(args))
+        plain = argparse.Namespace(**{**vars(args), "hybrid_layer_pattern": pattern.replace("P", "M") or None})
         flops = megatrons(plain, batch_size, seqlen_squared_sum_in_batch, total_real_tokens_in_batch)
-        layers = pattern.count(PALIMPSA)
-        if layers:
-            tokens = total_real_tokens_in_batch or batch_size * args.seq_length
+        if layers := pattern.count("P"):
             flops += 3 * tokens * layers * importance_flops_per_token(model_config(args))
         return flops
 

@@ -126,9 +126,9 @@ class Exchange(Carry):
         importance: Importance | None,
         *,
         output_final_state: bool,
-        cu_seqlens: Tensor,
+        **options: Any,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """`mixing_scan` of a part, its first document going on from the parts before.
+        """`mixing_scan` of a part, its first document going on from the parts before; `options` are passed on.
 
         Returns:
             y, and the final states of the documents that end in the part (or () if they are not asked for).
@@ -137,7 +137,7 @@ class Exchange(Carry):
             # The gradients of `windows` are exchanged behind those of the scan on every rank.
             x = keep_in_graph(x, self._tails)
         y, final = mixing_scan(
-            q, k, x, dt, heads, importance, output_final_state=output_final_state, cu_seqlens=cu_seqlens, carry=self
+            q, k, x, dt, heads, importance, output_final_state=output_final_state, carry=self, **options
         )
         if self.goes_off:
             final = tuple(state[:-1] for state in final)

@@ -1,7 +1,7 @@
 """What the sequence mixers of all layers share: convolution, scan, state cache, beta, skip, output projection.
 
-`mixer_m.py` has the mixer of `P` (Palimpsa-M) and `M` (Mamba2) layers. Without importance the scan reads out M itself
-instead of M / (prior + Ibar).
+`mixer_m.py` has the mixer of `P` (Palimpsa-M) and `M` (Mamba2) layers, `mixer_d.py` that of `Q` (Palimpsa-D) and `L`
+layers. Without importance the scan reads out M itself instead of M / (prior + Ibar).
 
 Shapes use T tokens, B rows, H heads of V channels, G groups of K state channels; H and G here are this rank's share.
 Each projection is a parameter of its own, so that what is per head splits for every tensor-parallel size that divides
@@ -41,7 +41,13 @@ from palimpsa_kernels import (
     palimpsa_step,
     ssd_step,
 )
-from palimpsa_kernels.activations import add_skip, likelihood_precision, step_and_decay, weighted_value
+from palimpsa_kernels.activations import (
+    add_skip,
+    likelihood_precision,
+    step_and_decay,
+    weighted_value,
+    write_strength,
+)
 from torch import Tensor, nn
 
 from megatron_palimpsa.model.context_parallel import Exchange, crossed_part
@@ -89,6 +95,7 @@ class Mixer(MegatronModule):
             raise ValueError(f"{all_heads} heads are not divisible by tp={tp}")
         self.heads = all_heads // tp
         self.channels = self.heads * self.headdim
+        self.scale = 1.0
 
         self._make_inputs(options)
         for per_head in ("dt_bias", "A_log", "D"):
@@ -259,6 +266,8 @@ class Mixer(MegatronModule):
             projected.dt,
             HeadParameters(self.dt_bias, self.A_log, self.D),
             importance,
+            strength=projected.strength,
+            scale=self.scale,
             output_final_state=keep_memory,
             cu_seqlens=cu_seqlens,
         )
@@ -289,13 +298,14 @@ class Mixer(MegatronModule):
         k, q = self._keys_and_queries(causal_conv1d_step(projected.bc[:, 0], state.conv_bc, *self._bc_filter()))
         x = self._by_head(x)
         dt, log_alpha = step_and_decay(projected.dt[:, 0], self.dt_bias, self.A_log)
-        value = weighted_value(x, dt)
+        write = write_strength(dt, None if projected.strength is None else projected.strength[:, 0])
+        value = weighted_value(x, write)
         if projected.beta_low is None:
-            y = ssd_step(q, k, value, log_alpha, state.memory[0])
+            y = ssd_step(q, k, value, log_alpha, state.memory[0], scale=self.scale)
         else:
-            beta = likelihood_precision(self._beta_logits(projected.beta_low[:, 0]), self.b_scale, dt)
+            beta = likelihood_precision(self._beta_logits(projected.beta_low[:, 0]), self.b_scale, write)
             states = state.memory[0], state.memory[1]
-            y = palimpsa_step(q, k, value, beta, log_alpha, self.prior_log.exp(), states)
+            y = palimpsa_step(q, k, value, beta, log_alpha, self.prior_log.exp(), states, scale=self.scale)
         return add_skip(y, x, self.D).flatten(-2).unsqueeze(1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:

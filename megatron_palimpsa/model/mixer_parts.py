@@ -28,13 +28,15 @@ class Projected:
     """A row's projections before the convolution."""
 
     x: Tensor
-    """[B, T, H * V]"""
+    """Values [B, T, H * V]."""
     bc: Tensor
-    """B beside C, [B, T, 2 * G * K]"""
+    """Keys beside queries (Mamba2's B beside C), [B, T, 2 * G * K]."""
     dt: Tensor
     """[B, T, H] before bias and softplus"""
     beta_low: Tensor | None
     """[B, T, beta_rank]; None without importance"""
+    strength: Tensor | None = None
+    """[B, T, H] before the sigmoid: how strongly a token is written; None where that is dt."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""RMSNorm of the residual stream and Mamba2's gated RMSNorm, both in fp32 inside, without Transformer Engine."""
+"""RMSNorm of the residual stream and the mixers' gated RMSNorms, without Transformer Engine."""
 
 from __future__ import annotations
 
@@ -105,3 +105,22 @@ class GatedRMSNorm(nn.Module):
             tp_group=self.tp_group,
             dp_cp_group=metadata["dp_cp_group"],
         )
+
+
+class HeadRMSNorm(nn.Module):
+    """y = rms(x) * weight * silu(z), the root mean square taken within each head, the weight [V] shared by all heads.
+
+    Under tensor parallelism a rank sees the weight's gradient from its own heads only.
+    """
+
+    def __init__(self, headdim: int, eps: float, dtype: torch.dtype, tp_size: int) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = make_parameter(headdim, dtype=dtype, sum_gradient=tp_size > 1, weight_decay=False)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        """x, z [..., H * V] -> the same shape in the weight's dtype."""
+        headdim = len(self.weight)
+        norm = partial(gated_rms_norm, eps=self.eps, group_size=headdim)
+        normed = droppable(norm, x, None, self.weight.repeat(x.shape[-1] // headdim))
+        return droppable(torch.mul, normed, droppable(F.silu, z))

@@ -1,4 +1,4 @@
-"""Which module stands for each symbol of a pattern: `P`, `M`, `*` and `-`, none of them from Transformer Engine."""
+"""Which module stands for each symbol of a pattern: mixers, `*` and `-`, none of them from Transformer Engine."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Megatron's hybrid stack with the layer symbol `P` and without Transformer Engine."""
+"""Megatron's hybrid stack with the layer symbols `P`, `Q` and `L` and without Transformer Engine."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
@@ -13,25 +14,36 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
+from megatron_palimpsa.model.mixer import Mixer
+from megatron_palimpsa.model.mixer_d import MixerD
 from megatron_palimpsa.model.mixer_m import MixerM
 from megatron_palimpsa.model.mixer_parts import MixerOptions
 from megatron_palimpsa.model.norm import RMSNorm
 from megatron_palimpsa.model.recompute import dropping
 
-PALIMPSA = "P"
+MIXERS: dict[str, tuple[type[Mixer], bool]] = {
+    "P": (MixerM, True),
+    "M": (MixerM, False),
+    "Q": (MixerD, True),
+    "L": (MixerD, False),
+}
+"""The mixer of each symbol, and whether it has importance."""
+NEW_SYMBOLS = {"PALIMPSA_M": "P", "PALIMPSA_D": "Q", "PALIMPSA_D_WITHOUT_IMPORTANCE": "L"}
+"""Those that Megatron does not know, by the attribute of its `Symbols`."""
 
 
-def register_symbol() -> None:
-    """Make `P` a layer symbol of Megatron's pattern parser; a second call changes nothing."""
-    Symbols.PALIMPSA = PALIMPSA
-    Symbols.VALID_LAYERS.add(PALIMPSA)
+def register_symbols() -> None:
+    """Make them layer symbols of Megatron's pattern parser; a second call changes nothing."""
+    for name, symbol in NEW_SYMBOLS.items():
+        setattr(Symbols, name, symbol)
+        Symbols.VALID_LAYERS.add(symbol)
 
 
-register_symbol()
+register_symbols()
 
 
 class MixerLayer(MambaLayer):
-    """A `P` or `M` layer: norm, mixer, residual."""
+    """A layer with one of the `MIXERS`: norm, mixer, residual."""
 
     def __init__(
         self,
@@ -39,18 +51,19 @@ class MixerLayer(MambaLayer):
         submodules: MambaLayerSubmodules,
         layer_number: int,
         options: MixerOptions,
-        importance_layers: frozenset[int],
+        symbols: Mapping[int, str],
         **kwargs: Any,
     ) -> None:
-        mixer = ModuleSpec(module=MixerM, params={"options": options, "importance": layer_number in importance_layers})
+        module, importance = MIXERS[symbols[layer_number]]
+        mixer = ModuleSpec(module=module, params={"options": options, "importance": importance})
         super().__init__(config, dataclasses.replace(submodules, mixer=mixer), layer_number, **kwargs)
 
 
 class PalimpsaStack(HybridStack):
     """A pipeline stage's layers and, on the last stage, the final norm.
 
-    Megatron's stack builds a layer by the symbol alone and knows nothing of `P`: it is shown `M` in its place, and
-    the entry for `M` learns from the numbers of the layers which of them have importance.
+    Megatron's stack builds a layer by the symbol alone and knows only `M` of the `MIXERS`: it is shown `M` in place of
+    all of them, and the entry for `M` finds the symbol by the number of the layer.
 
     Args:
         options: of all mixers.
@@ -69,18 +82,15 @@ class PalimpsaStack(HybridStack):
         pp_layer_offset: int = 0,
         **kwargs: Any,
     ) -> None:
-        importance_layers = frozenset(
-            pp_layer_offset + index for index, symbol in enumerate(layer_type_list, start=1) if symbol == PALIMPSA
-        )
         mixer_layer = ModuleSpec(
             module=MixerLayer,
-            params={"options": options, "importance_layers": importance_layers},
+            params={"options": options, "symbols": dict(enumerate(layer_type_list, start=pp_layer_offset + 1))},
             submodules=submodules.mamba_layer.submodules,
         )
         super().__init__(
             config,
             dataclasses.replace(submodules, mamba_layer=mixer_layer),
-            layer_type_list=[Symbols.MAMBA if symbol == PALIMPSA else symbol for symbol in layer_type_list],
+            layer_type_list=[Symbols.MAMBA if symbol in MIXERS else symbol for symbol in layer_type_list],
             pp_layer_offset=pp_layer_offset,
             # Megatron's own would be Transformer Engine's.
             post_layer_norm=False,

@@ -17,7 +17,7 @@ from megatron_palimpsa.training.batch import Batch
 
 @contextlib.contextmanager
 def record_memory(*chunks: nn.Module) -> Iterator[MemoryRecorder]:
-    """Within it every forward pass of the `P` and `M` layers of this rank's model chunks is recorded."""
+    """Within it every forward pass of the mixers of this rank's model chunks is recorded."""
     with recording(MemoryRecorder(unwrap(chunks[0]).pg_collection.tp_cp), *chunks) as recorder:
         yield recorder
 
@@ -37,7 +37,7 @@ def recording[R: Recorder](recorder: R, *chunks: nn.Module) -> Iterator[R]:
 
 @torch.no_grad()
 def memory_statistics(model: nn.Module, batch: Batch) -> dict[int, dict[str, float]]:
-    """Memory window and importance ratio of each `P` and `M` layer on one batch (see `MemoryRecorder.result`).
+    """Memory window and importance ratio of each layer with a mixer on one batch (see `MemoryRecorder.result`).
 
     The model has to hold all layers (no pipeline parallelism); under pipeline parallelism wrap a pipelined forward
     pass in `record_memory` instead.

@@ -11,6 +11,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator
 
+from megatron_palimpsa.config import IMPORTANCE_SYMBOLS
 from megatron_palimpsa.report.stages import Record, StageRecords
 from megatron_palimpsa.report.style import COLOURS, save, tidy
 
@@ -119,7 +120,7 @@ def _draw_by_layer(
         symbol = symbols[layer - 1]
         style: dict[str, Any] = {
             "color": COLOURS[index % len(COLOURS)],
-            "linestyle": "-" if symbol == "P" else "--",
+            "linestyle": "-" if symbol in IMPORTANCE_SYMBOLS else "--",
             "marker": "o",
             "markersize": 3.5,
             "linewidth": 1.6,

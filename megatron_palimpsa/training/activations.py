@@ -8,9 +8,9 @@ the tensors that they make.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_palimpsa.config import StageConfig
+from megatron_palimpsa.config import IMPORTANCE_SYMBOLS, MIXER_SYMBOLS, StageConfig
 
 # Of palimpsa_kernels.triton: tokens of a chunk, most heads' sums in flight, the tile of the elementwise backward pass,
 # the bytes of its parts of dq and dk at a time, and its programs on a GPU of 132 multiprocessors.
@@ -98,7 +98,7 @@ def formed_again(shapes: Shapes, symbol: str, recompute: str) -> int:
     if recompute == "none":
         return 0
     # The norm's output of a mixer is formed last, behind the scan.
-    late = shapes.tokens * shapes.size * shapes.hidden if symbol in "MP" else 0
+    late = shapes.tokens * shapes.size * shapes.hidden if symbol in MIXER_SYMBOLS else 0
     return _cheap(shapes, symbol) - late
 
 
@@ -110,6 +110,8 @@ def _cheap(n: Shapes, symbol: str) -> int:
     """What selective recomputation drops: the norms' and convolutions' outputs, beta before its sigmoid."""
     if symbol in "*-":
         return n.tokens * n.size * n.stream
+    if symbol in "QL":
+        return n.tokens * n.size * (n.hidden + _dropped_by_d(n))
     return n.tokens * n.size * (n.hidden + 2 * n.inner + 2 * n.keys + (n.inner if symbol == "P" else 0))
 
 
@@ -127,6 +129,8 @@ def _everything(shapes: Shapes, symbol: str) -> int:
         return n.tokens * (around + inside)
     # The norm's input and its root mean square; its output, gathered where the stream is split.
     around = n.size * (n.stream + n.hidden) + 4
+    if symbol in "QL":
+        return n.tokens * around + _inside_d(n, symbol)
     # z, x before and behind the convolution, y, the gated norm's output and its root mean square.
     inside = n.size * 5 * n.inner + 4
     small = 2 * n.keys + n.heads + (n.beta_rank if symbol == "P" else 0)
@@ -137,9 +141,31 @@ def _everything(shapes: Shapes, symbol: str) -> int:
     return n.tokens * (around + inside) + _states(n, symbol) + n.size * small * n.hidden
 
 
+def _inside_d(n: Shapes, symbol: str) -> int:
+    """What Palimpsa-D keeps inside: its activations are PyTorch's, which take copies in fp32."""
+    keys = n.heads * n.d_state
+    # The gate before and behind its SiLU, v before the convolution, v*, y, its norm, their product; its mean square.
+    inside = n.size * 7 * n.inner + 4 * n.heads
+    # v behind the convolution in fp32, for v* and for the skip: one tensor in an fp32 model.
+    inside += 4 * n.inner * (2 if n.size == 2 else 1)
+    small = 2 * keys + 2 * n.heads
+    if symbol == "Q":
+        # beta, its sigmoid in fp32 and how much of it there is at most.
+        inside += (n.size + 4) * n.inner + 4 * n.heads
+        small += n.beta_rank
+    # Keys and queries before and behind the convolution, and of unit length, with their lengths; dt to log_alpha, bs.
+    inside += n.size * (small + 4 * keys) + 4 * (2 + 5) * n.heads
+    return n.tokens * inside + _states(replace(n, keys=keys), symbol) + n.size * small * n.hidden
+
+
+def _dropped_by_d(n: Shapes) -> int:
+    """Channels of a token: the norm, the gate and their product, keys and queries twice, v where no copy is kept."""
+    return 3 * n.inner + 4 * n.heads * n.d_state + (n.inner if n.size == 4 else 0)
+
+
 def _states(n: Shapes, symbol: str) -> int:
     """States at the chunks' ends: both in fp32 with importance, in the inputs' dtype without."""
-    if symbol == "P":
+    if symbol in IMPORTANCE_SYMBOLS:
         return 8 * _chunks(n, _chunk_size(n)) * n.inner * n.d_state
     return n.size * _chunks(n, _SSD_CHUNK) * n.inner * n.d_state
 
@@ -165,8 +191,19 @@ def backward(shapes: Shapes, symbol: str) -> int:
         return n.tokens * (around + n.size * 4 * n.attention)
     if symbol == "-":
         return n.tokens * (around + n.size * 4 * n.ffn)
+    if symbol in "QL":
+        return n.tokens * around + _backward_d(replace(n, keys=n.heads * n.d_state), symbol)
     inside = n.tokens * (around - n.size * 3 * n.inner)
     return inside + (_palimpsa_backward(n) if symbol == "P" else _ssd_backward(n))
+
+
+def _backward_d(n: Shapes, symbol: str) -> int:
+    """In the scan: the gate, its SiLU, y, its norm and their product are freed; v and beta are not formed again."""
+    freed = 5 * n.size + (4 if n.size == 2 else 0)
+    again = (2 if symbol == "Q" else 1) * n.size
+    # The skip's gradient to v waits in fp32.
+    scan = _palimpsa_backward(n) if symbol == "Q" else _ssd_backward(n)
+    return scan + n.tokens * n.inner * (4 - freed - again)
 
 
 def _ssd_backward(n: Shapes) -> int:

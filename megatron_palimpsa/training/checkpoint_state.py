@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_palimpsa.config import ConfigError, ModelConfig
+from megatron_palimpsa.config import IMPORTANCE_SYMBOLS, MIXER_SYMBOLS, ConfigError, ModelConfig
 from megatron_palimpsa.training import checkpoint_files as files
 
 FORMAT_VERSION = 1
@@ -40,11 +40,12 @@ def fingerprint(model: ModelConfig) -> dict[str, Any]:
         "tie_embeddings": model.tie_embeddings,
         "norm_eps": model.norm_eps,
     }
-    if set(model.layers) & {"P", "M"}:
-        names = ("d_state", "headdim", "expand", "ngroups", "d_conv")
-        settings |= {name: getattr(model, name) for name in names}
-        settings["norm_groups"] = model.norm_groups or model.ngroups
-    if "P" in model.layers:
+    symbols = set(model.layers)
+    if symbols & MIXER_SYMBOLS:
+        settings |= {name: getattr(model, name) for name in ("d_state", "headdim", "expand", "d_conv")}
+    if symbols & {"P", "M"}:
+        settings |= {"ngroups": model.ngroups, "norm_groups": model.norm_groups or model.ngroups}
+    if symbols & IMPORTANCE_SYMBOLS:
         settings["beta_rank"] = model.beta_rank
     if "*" in model.layers:
         settings["num_attention_heads"] = model.num_attention_heads

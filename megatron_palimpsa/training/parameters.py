@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_palimpsa.config import ModelConfig, StageConfig
+from megatron_palimpsa.config import IMPORTANCE_SYMBOLS, ModelConfig, StageConfig
 
 
 def layer_parameters(model: ModelConfig, symbol: str, tp: int = 1) -> int:
@@ -14,14 +14,26 @@ def layer_parameters(model: ModelConfig, symbol: str, tp: int = 1) -> int:
         return hidden + (2 * hidden * hidden + 2 * hidden * groups * (hidden // attention_heads)) // tp
     if symbol == "-":
         return hidden + 3 * hidden * (model.ffn_hidden_size or 0) // tp
+    plain = _palimpsa_d(model, heads) if symbol in "QL" else _mamba2(model, heads, tp)
+    if symbol not in IMPORTANCE_SYMBOLS:
+        return plain
+    return plain + model.beta_rank * (hidden + inner) + 2 * heads
+
+
+def _mamba2(model: ModelConfig, heads: int, tp: int) -> int:
+    hidden, inner = model.hidden_size, heads * model.headdim
     # B and C are split by group where that is possible and held whole where it is not.
     shared = 2 * model.ngroups * model.d_state // (tp if model.ngroups % tp == 0 else 1)
     convolved = inner + shared
-    mamba = hidden + hidden * (inner + convolved + heads) + convolved * (model.d_conv + 1) + 3 * heads + inner
-    mamba += inner * hidden
-    if symbol == "M":
-        return mamba
-    return mamba + model.beta_rank * (hidden + inner) + 2 * heads
+    projections = hidden * (inner + convolved + heads) + inner * hidden
+    return hidden + projections + convolved * (model.d_conv + 1) + 3 * heads + inner
+
+
+def _palimpsa_d(model: ModelConfig, heads: int) -> int:
+    hidden, inner = model.hidden_size, heads * model.headdim
+    convolved = inner + 2 * heads * model.d_state
+    projections = hidden * (inner + convolved + 2 * heads) + inner * hidden
+    return hidden + projections + convolved * model.d_conv + 3 * heads + model.headdim
 
 
 def count_parameters(model: ModelConfig) -> int:

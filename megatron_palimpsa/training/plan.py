@@ -54,7 +54,7 @@ def describe(
         f"gradients {_size(memory.gradients)}, optimizer {_size(memory.optimizer)}, "
         f"activations {_size(memory.activations)}{_of_zero(memory)} on a GPU at the peak; "
         f"the CUDA context {'and NCCL come' if world_size > 1 else 'comes'} on top"
-        f"{_unmeasured(parallel)}",
+        f"{_unmeasured(model, parallel)}",
         *_fit(config, world_size, memory.total, gpu_memory),
         f"checkpoints    every {config.checkpoint.interval:,} steps, {config.checkpoint.keep} kept, about "
         f"{_size(checkpoint_bytes(model))} each{copy}",
@@ -73,11 +73,13 @@ def _of_zero(memory: MemoryEstimate) -> str:
     return buffers + (f", {_size(memory.host)} in host memory," if memory.host else "")
 
 
-def _unmeasured(parallel: ParallelConfig) -> str:
-    """Stage 3 with everything offloaded has been, on one GPU."""
+def _unmeasured(model: ModelConfig, parallel: ParallelConfig) -> str:
+    """Of ZeRO, stage 3 with everything offloaded has been, on one GPU."""
     zero = parallel.deepspeed
     measured = parallel.engine == "megatron" or (zero.offload_parameters and parallel.replica_size == 1)
-    return "" if measured else "; not measured with these settings of DeepSpeed yet"
+    unmeasured = [] if measured else ["with these settings of DeepSpeed"]
+    unmeasured += [f"of {symbol} layers" for symbol in "QL" if symbol in model.layers]
+    return f"; not measured {' and '.join(unmeasured)} yet" if unmeasured else ""
 
 
 def _fit(config: StageConfig, world_size: int, total: int, gpu_memory: int | None) -> list[str]:

@@ -32,6 +32,8 @@ def folder(tmp_path_factory) -> Path:
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "cp4": ("one group", {"cp": 4}),
     "cp4-wide": ("two groups, wide convolutions", {"cp": 4}),
+    "cp4-own-keys": ("a head's own keys", {"cp": 4}),
+    "cp2-tp2-own-keys": ("a head's own keys", {"cp": 2, "tp": 2, "sequence_parallel": True}),
     "cp2-dp2": ("two groups, wide convolutions", {"cp": 2}),
     "cp2-tp2": ("two groups, wide convolutions", {"cp": 2, "tp": 2}),
     "cp2-tp2-sequence-parallel": ("one group", {"cp": 2, "tp": 2, "sequence_parallel": True}),

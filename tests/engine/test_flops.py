@@ -15,8 +15,8 @@ def test_products_are_those_that_torch_counts() -> None:
     assert counter.get_total_flops() == 32 * forward_flops_per_token(config.model)
 
 
-@pytest.mark.parametrize(("pattern", "states"), [("M", 1), ("P", 2)])
-def test_ssm_layer_is_its_weights_and_its_scan(pattern: str, states: int) -> None:
+@pytest.mark.parametrize(("pattern", "states"), [("M", 1), ("P", 2), ("L", 1), ("Q", 2)])
+def test_layer_with_a_matrix_state_is_its_weights_and_its_scan(pattern: str, states: int) -> None:
     config = tiny_stage(model={"pattern": pattern})
     weights = dict(build_model(config).named_parameters())
     matrices = sum(p.numel() for name, p in weights.items() if p.dim() == 2)

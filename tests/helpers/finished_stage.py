@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from megatron_palimpsa.config import StageConfig, save_resolved
+from megatron_palimpsa.config import IMPORTANCE_SYMBOLS, MIXER_SYMBOLS, StageConfig, save_resolved
 from megatron_palimpsa.training.run_folder import RunFolder
 
 
@@ -43,8 +43,8 @@ def _by_position(loss: float, config: StageConfig) -> dict[str, Any]:
 def _memory(step: int, config: StageConfig) -> dict[str, dict[str, float]]:
     memory = {}
     for number, symbol in enumerate(config.model.layers, 1):
-        if symbol in "PM":
+        if symbol in MIXER_SYMBOLS:
             memory[str(number)] = {"window": 20.0 * number * math.exp(step / 40)}
-        if symbol == "P":
+        if symbol in IMPORTANCE_SYMBOLS:
             memory[str(number)]["importance_ratio"] = 0.5 + step / 20
     return memory

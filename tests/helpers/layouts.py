@@ -35,6 +35,7 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     "one group": {**ATTENTION_AND_MLP, "ngroups": 1},
     "a group a rank": {**ATTENTION_AND_MLP, "ngroups": 2, "tie_embeddings": False},
     "a norm over both ranks": {**ATTENTION_AND_MLP, "ngroups": 2, "norm_groups": 1},
+    "a head's own keys": {"pattern": "QL-Q", "headdim": 16, "train_prior": True},
     # 6 heads in 3 groups: the border between the ranks cuts the second group, of heads and of the norm.
     "a group cut by the ranks' border": {"pattern": "PM", "hidden_size": 24, "ngroups": 3, "train_prior": True},
 }

@@ -5,12 +5,12 @@ from palimpsa_kernels.mixing import HeadParameters, Importance
 from palimpsa_kernels.reference import palimpsa_reference, ssd_reference
 
 HEADS = ("dt_bias", "A_log", "D", "b_scale", "prior")
-AXIS_OF_HEADS = {"y": 2, "x": 2, "dt": 2, "logits": 2, "M": 1, "Ibar": 1, **dict.fromkeys(HEADS, 0)}
+AXIS_OF_HEADS = {"y": 2, "x": 2, "dt": 2, "logits": 2, "strength": 2, "M": 1, "Ibar": 1, **dict.fromkeys(HEADS, 0)}
 
 
 def mixing_inputs(
     *, tokens=13, heads=4, groups=2, key_dim=16, value_dim=16, batch=1, states=1, dtype=torch.float32, importance=True,
-    initial=True,
+    initial=True, strength=False,
 ):  # fmt: skip
     """By name; head 0 forgets slowly, head 1 fast, head 2 beyond the lowest log_alpha, head 3 has tiny and huge dt."""
     generator = torch.Generator().manual_seed(0)
@@ -36,6 +36,8 @@ def mixing_inputs(
             "b_scale": normal(heads),
             "prior": 0.5 + torch.rand(heads, generator=generator),
         }
+    if strength:
+        inputs["strength"] = normal(batch, tokens, heads).to(dtype)
     if initial:
         inputs["M"] = normal(states, heads, value_dim, key_dim)
         if importance:
@@ -48,27 +50,32 @@ def call_mixing(scan, leaves, **options):
     importance = Importance(*(leaves[n] for n in ("logits", "b_scale", "prior"))) if "logits" in leaves else None
     initial = tuple(leaves[n] for n in ("M", "Ibar") if n in leaves) or None
     heads = HeadParameters(leaves["dt_bias"], leaves["A_log"], leaves["D"])
+    if "strength" in leaves:
+        options |= {"strength": leaves["strength"], "scale": leaves["q"].shape[-1] ** -0.5}
     return scan(
         *(leaves[n] for n in ("q", "k", "x", "dt")), heads, importance, initial_state=initial, output_final_state=True,
         **options,
     )  # fmt: skip
 
 
-def mixing_definition(q, k, x, dt, heads, importance, *, initial_state, output_final_state, cu_seqlens):
+def mixing_definition(
+    q, k, x, dt, heads, importance, *, initial_state, output_final_state, cu_seqlens, strength=None, scale=1.0
+):
     """The equations of the docstring, token by token."""
     dt = dt + heads.dt_bias
     dt = torch.logaddexp(dt, torch.zeros_like(dt))
     log_alpha = torch.maximum(-dt * heads.A_log.exp(), torch.tensor(-100.0, dtype=dt.dtype))
-    v = x * dt[..., None]
+    write = dt if strength is None else 1 / (1 + (-strength).exp())
+    v = x * write[..., None]
     if importance is None:
         initial = None if initial_state is None else initial_state[0]
-        y, mean = ssd_reference(q, k, v, log_alpha, initial_state=initial, cu_seqlens=cu_seqlens)
+        y, mean = ssd_reference(q, k, v, log_alpha, scale=scale, initial_state=initial, cu_seqlens=cu_seqlens)
         final = (mean,)
     else:
-        scale = (1 + importance.b_scale.exp()).log()
-        beta = scale[:, None] * dt[..., None] / (1 + (-importance.logits).exp())
+        most = (1 + importance.b_scale.exp()).log()
+        beta = most[:, None] * write[..., None] / (1 + (-importance.logits).exp())
         y, final = palimpsa_reference(
-            q, k, v, beta, log_alpha, importance.prior, initial_state=initial_state, cu_seqlens=cu_seqlens
+            q, k, v, beta, log_alpha, importance.prior, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens
         )
     return y + heads.D[:, None] * x, final
 

@@ -1,4 +1,4 @@
-"""Palimpsa-M and Mamba2 models in float64, token by token, written from the equations and sharing nothing with ours.
+"""Palimpsa-M, Mamba2 and Palimpsa-D in float64, token by token, from the equations and sharing nothing with ours.
 
 Weights are unsplit tensors by global names.
 """
@@ -29,10 +29,10 @@ def softplus(x: Tensor) -> Tensor:
     return torch.logaddexp(x, torch.zeros_like(x))
 
 
-def convolve(window: list[Tensor], weight: Tensor, bias: Tensor) -> Tensor:
+def convolve(window: list[Tensor], weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The last tokens of `window`, oldest first; missing ones are zero."""
     width = weight.shape[1]
-    total = bias
+    total = torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias
     for back in range(min(width, len(window))):
         total = total + weight[:, width - 1 - back] * window[-1 - back]
     return silu(total)
@@ -69,15 +69,60 @@ def mix_document(w: Weights, inputs: list[Tensor], model: ModelConfig, importanc
     return outputs
 
 
+def mix_document_d(w: Weights, inputs: list[Tensor], model: ModelConfig, importance: bool) -> list[Tensor]:
+    """`mix_document` of Palimpsa-D."""
+    heads, K, V = model.nheads, model.d_state, model.headdim
+    M = [torch.zeros(V, K, dtype=torch.float64) for _ in range(heads)]
+    I = [torch.exp(w["prior_log"][head]).expand(V, K) for head in range(heads)] if importance else None
+    seen: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
+    outputs = []
+    for u in inputs:
+        for part in seen:
+            seen[part].append(w[f"{part}_weight"] @ u)
+        q, k, v = (convolve(seen[part], w[f"conv_{part}_weight"]).reshape(heads, -1) for part in seen)
+        dt = softplus(w["dt_weight"] @ u + w["dt_bias"])
+        bs = 1 / (1 + torch.exp(-(w["s_weight"] @ u)))
+        if importance:
+            logits = (w["beta_up_weight"] @ (w["beta_down_weight"] @ u)).reshape(heads, V)
+        gate = silu(w["g_weight"] @ u).reshape(heads, V)
+        out = []
+        for head in range(heads):
+            unit_q, unit_k = q[head] / q[head].norm(), k[head] / k[head].norm()
+            alpha = torch.exp(-dt[head] * torch.exp(w["A_log"][head]))
+            M[head] = alpha * M[head] + torch.outer(v[head] * bs[head], unit_k)
+            mean = M[head]
+            if I is not None:
+                prior = torch.exp(w["prior_log"][head])
+                beta = torch.sigmoid(logits[head]) * softplus(w["b_scale"][head]) * bs[head]
+                # What exceeds the prior decays.
+                I[head] = prior + alpha * (I[head] - prior) + torch.outer(beta, unit_k**2)
+                mean = M[head] / I[head]
+            y = mean @ unit_q / math.sqrt(K) + w["D"][head] * v[head]
+            out.append(rms_norm(y, w["norm.weight"], model.norm_eps) * gate[head])
+        outputs.append(w["out_proj.weight"] @ torch.cat(out))
+    return outputs
+
+
+def gated_mlp(w: Weights, inputs: list[Tensor]) -> list[Tensor]:
+    """The tokens through one gated MLP; gate and up projection lie behind one another."""
+    projected = [w["linear_fc1.weight"] @ u for u in inputs]
+    return [w["linear_fc2.weight"] @ (silu(gate) * up) for gate, up in (p.chunk(2) for p in projected)]
+
+
 def hidden_states(weights: Weights, model: ModelConfig, document: list[int]) -> list[Tensor]:
-    """The residual stream of one document behind all layers (`P` and `M` only)."""
+    """The residual stream of one document behind all layers (not `*`)."""
     stream = [weights["embedding.word_embeddings.weight"][token] for token in document]
     for layer, symbol in enumerate(model.layers):
         prefix = f"decoder.layers.{layer}."
         own = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
-        mixer = {name.removeprefix("mixer."): w for name, w in own.items() if name.startswith("mixer.")}
-        normed = [rms_norm(h, own["norm.weight"], model.norm_eps) for h in stream]
-        mixed = mix_document(mixer, normed, model, importance=symbol == "P")
+        inside = {name.partition(".")[2]: w for name, w in own.items() if name.startswith(("mixer.", "mlp."))}
+        norm = own["pre_mlp_layernorm.weight" if symbol == "-" else "norm.weight"]
+        normed = [rms_norm(h, norm, model.norm_eps) for h in stream]
+        if symbol == "-":
+            mixed = gated_mlp(inside, normed)
+        else:
+            mix = mix_document if symbol in "PM" else mix_document_d
+            mixed = mix(inside, normed, model, importance=symbol in "PQ")
         stream = [h + m for h, m in zip(stream, mixed, strict=True)]
     return stream
 

@@ -10,6 +10,8 @@ CASES = {
     "packed": {"states": 4},
     "no initial state": {"initial": False},
     "mamba2": {"importance": False},
+    "palimpsa-d": {"strength": True, "groups": 4},
+    "palimpsa-d, without importance": {"strength": True, "importance": False},
 }
 
 
@@ -40,6 +42,8 @@ def test_what_does_not_fit_is_named():
         mixing_scan(*arguments, inputs["dt"][..., :2], heads)
     with pytest.raises(ValueError, match="dt has dtype"):
         mixing_scan(*arguments, inputs["dt"].double(), heads)
+    with pytest.raises(ValueError, match=r"strength has shape"):
+        mixing_scan(*arguments, inputs["dt"], heads, strength=inputs["dt"][..., :2])
     with pytest.raises(ValueError, match=r"b_scale has shape"):
         mixing_scan(*arguments, inputs["dt"], heads, importance._replace(b_scale=inputs["D"][:2]))
     with pytest.raises(ValueError, match="A_log has dtype"):

@@ -24,6 +24,8 @@ FP32_PARAMETERS = {"A_log", "D", "dt_bias", "b_scale", "prior_log"}
         {"pattern": "P", "train_prior": True},
         {"pattern": "P", "ngroups": 2, "norm_groups": 1, "tie_embeddings": False},
         {"pattern": "MP", "ngroups": 4, "norm_groups": 2, "d_conv": 3},
+        {"pattern": "Q-", "train_prior": True, "headdim": 16},
+        {"pattern": "LQ", "d_state": 6, "d_conv": 3, "tie_embeddings": False},
     ],
 )
 def test_losses_and_every_gradient_equal_a_float64_model_written_token_by_token(geometry):
@@ -74,7 +76,7 @@ def two_documents(config, last_token_of_first: int) -> Batch:
     return Batch(tokens, labels, torch.ones(1, 24), torch.tensor([0, 13, 24], dtype=torch.int32))
 
 
-@pytest.mark.parametrize("pattern", ["MP", "*-", "PM*-"])
+@pytest.mark.parametrize("pattern", ["MP", "*-", "PM*-", "QL"])
 def test_a_document_does_not_see_the_one_before(pattern):
     config = tiny_stage(model={"pattern": pattern})
     results = []
@@ -92,7 +94,7 @@ def test_a_document_does_not_see_the_one_before(pattern):
         assert torch.equal(gradient, second_gradients[name]), name
 
 
-@pytest.mark.parametrize("pattern", ["P", "M", "*", "PM*-"])
+@pytest.mark.parametrize("pattern", ["P", "M", "Q", "*", "PM*-"])
 def test_padding_changes_nothing(pattern):
     config = tiny_stage(model={"pattern": pattern})
     model = build_model(config)
@@ -111,7 +113,8 @@ def test_padding_changes_nothing(pattern):
 
 @pytest.mark.parametrize("fp32_residual", [True, False])
 def test_a_bf16_model_keeps_fp32_parameters_and_its_residual(fp32_residual):
-    config = tiny_stage(model={"fp32_residual": fp32_residual}, train={"precision": "bf16"})
+    settings = {"pattern": "MP*-PQ", "fp32_residual": fp32_residual}
+    config = tiny_stage(model=settings, train={"precision": "bf16"})
     model = build_model(config)
     for name, parameter in model.named_parameters():
         is_fp32 = name.rsplit(".", 1)[-1] in FP32_PARAMETERS
@@ -128,12 +131,12 @@ def test_a_bf16_model_keeps_fp32_parameters_and_its_residual(fp32_residual):
     losses.sum().backward()
     assert all(p.grad.dtype == p.dtype and p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)
 
-    exact = forward_loss(build_model(tiny_stage(model={"fp32_residual": fp32_residual})), random_batch(config, seed=0))
+    exact = forward_loss(build_model(tiny_stage(model=settings)), random_batch(config, seed=0))
     assert reference_model.relative_error(losses.detach(), exact.detach()) < 5e-3
 
 
 def test_no_weight_decay_on_vectors():
-    model = build_model(tiny_stage())
+    model = build_model(tiny_stage(model={"pattern": "MP*-Q"}))
     for name, parameter in model.named_parameters():
         is_vector = parameter.dim() == 1
         assert getattr(parameter, "no_weight_decay", False) == is_vector, name

@@ -57,7 +57,7 @@ def chunks_of_four(monkeypatch):
     monkeypatch.setattr(decoding, "PREFILL_TOKENS", 4)
 
 
-@pytest.mark.parametrize("pattern", ["PM*-", "P", "M", "*"])
+@pytest.mark.parametrize("pattern", ["PM*-", "P", "M", "*", "Q-L"])
 @pytest.mark.parametrize("cuts", [[1] * 20, [11, *[1] * 9], [1, 12, 7]])
 def test_decoding_in_pieces_equals_the_whole_forward(pattern, cuts):
     config, model = sharp_model(pattern=pattern, ngroups=2)

@@ -37,7 +37,9 @@ def test_two_ranks_compute_what_one_does(two_ranks, folder, geometry, sequence_p
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}])
-@pytest.mark.parametrize("geometry", ["one group", "a group a rank", "a group cut by the ranks' border"])
+@pytest.mark.parametrize(
+    "geometry", ["one group", "a group a rank", "a head's own keys", "a group cut by the ranks' border"]
+)
 def test_checkpoints_go_from_one_process_to_two_and_back(two_ranks, folder, geometry, layout):
     two_ranks.run(layouts.exchange_checkpoints, folder, geometry, layout, str(layout))
     model = build_model(layouts.stage(geometry))

@@ -19,26 +19,34 @@ NO_IMPORTANCE = -1e4
 """softplus of it is exactly 0 in fp32."""
 
 
-@pytest.mark.parametrize("geometry", [{}, {"ngroups": 2}, {"ngroups": 4, "norm_groups": 1}])
-def test_without_beta_and_with_prior_one_a_palimpsa_layer_is_a_mamba2_layer(geometry):
-    palimpsa = build_model(tiny_stage(model={"pattern": "PP", **geometry}))
+@pytest.mark.parametrize(
+    ("symbol", "plain", "geometry"),
+    [
+        ("P", "M", {}),
+        ("P", "M", {"ngroups": 2}),
+        ("P", "M", {"ngroups": 4, "norm_groups": 1}),
+        ("Q", "L", {"headdim": 16}),
+    ],
+)
+def test_with_beta_zero_and_prior_one_a_palimpsa_layer_is_the_one_without_importance(symbol, plain, geometry):
+    palimpsa = build_model(tiny_stage(model={"pattern": 2 * symbol, **geometry}))
     randomise(palimpsa)
     with torch.no_grad():
         for layer in palimpsa.decoder.layers:
             layer.mixer.prior_log.zero_()
-    mamba2_config = tiny_stage(model={"pattern": "MM", **geometry})
-    mamba2 = build_model(mamba2_config)
-    load_full_weights(mamba2, dict(global_parameters(palimpsa)))
-    batch = random_batch(mamba2_config, seed=0, padding=3)
+    plain_config = tiny_stage(model={"pattern": 2 * plain, **geometry})
+    without_importance = build_model(plain_config)
+    load_full_weights(without_importance, dict(global_parameters(palimpsa)))
+    batch = random_batch(plain_config, seed=0, padding=3)
     with torch.no_grad():
-        expected = forward_loss(mamba2, batch)
+        expected = forward_loss(without_importance, batch)
         with_importance = forward_loss(palimpsa, batch)
         for layer in palimpsa.decoder.layers:
             layer.mixer.b_scale.fill_(NO_IMPORTANCE)
         without = forward_loss(palimpsa, batch)
     assert relative_error(with_importance, expected) > 1e-3
     assert relative_error(without, expected) < 1e-6
-    for name, parameter in global_parameters(mamba2):
+    for name, parameter in global_parameters(without_importance):
         assert torch.equal(parameter, dict(global_parameters(palimpsa))[name])
 
 
@@ -56,7 +64,9 @@ def test_a_prior_of_two_is_not_the_mamba2_limit():
     assert relative_error(two, one) > 1e-3
 
 
-@pytest.mark.parametrize(("pattern", "scan"), [("P", "chunk_palimpsa"), ("M", "chunk_ssd")])
+@pytest.mark.parametrize(
+    ("pattern", "scan"), [("P", "chunk_palimpsa"), ("M", "chunk_ssd"), ("Q", "chunk_palimpsa"), ("L", "chunk_ssd")]
+)
 def test_decay_stronger_than_the_scan_takes_is_limited(pattern, scan, monkeypatch):
     config = tiny_stage(model={"pattern": pattern})
     model = build_model(config)
@@ -68,7 +78,7 @@ def test_decay_stronger_than_the_scan_takes_is_limited(pattern, scan, monkeypatc
     original = getattr(mixing, scan)
 
     def spy(*arguments, **options):
-        given.append(arguments[4 if pattern == "P" else 3].detach())
+        given.append(arguments[4 if scan == "chunk_palimpsa" else 3].detach())
         return original(*arguments, **options)
 
     monkeypatch.setattr(mixing, scan, spy)

@@ -20,7 +20,7 @@ from megatron_palimpsa.model import norm as norm_module
 from megatron_palimpsa.model.recompute import droppable, dropping
 
 MODES = ("none", "selective", "full")
-ALL_KINDS = {"pattern": "MP*-P"}
+ALL_KINDS = {"pattern": "MP*-PQ"}
 
 
 class NewStorages(TorchDispatchMode):

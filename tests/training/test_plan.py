@@ -36,6 +36,7 @@ def one_process():
         {"pattern": "M"},
         {"pattern": "PP", "ngroups": 2, "beta_rank": 7},
         {"pattern": "*-", "num_query_groups": None, "tie_embeddings": False},
+        {"pattern": "Q-L", "headdim": 16, "beta_rank": 7},
         {"pattern": "MP", "expand": 4, "d_conv": 3, "vocab_multiple": 64},
     ],
 )
