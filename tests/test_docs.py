@@ -27,7 +27,7 @@ PLACES += [
     "kernels/benchmarks",
     "data_prep/benchmarks",
 ]
-MADE_BY_RUNS = {"config.yaml", "report.md", "model.yaml"}
+MADE_BY_RUNS = {"config.yaml", "report.md", "model.yaml", "pattern.yaml"}
 
 
 def named_files(text: str) -> set[str]:

@@ -57,6 +57,11 @@ class Learner:
             name: weight if weight.dtype == torch.float32 else nn.Parameter(weight.detach().float())
             for name, weight in self._weights.items()
         }
+        self._rounded = [
+            (weight, self._masters[name]) for name, weight in self._weights.items() if self._masters[name] is not weight
+        ]
+        for _, master in self._rounded:
+            master.grad = torch.zeros_like(master)
         self.begin_lesson()
 
     @property
@@ -83,17 +88,16 @@ class Learner:
         """One step with this fraction of the peak learning rate; -> the batch's mean loss, a scalar."""
         loss = _mean_loss(query_logits(self.model, batch), batch.answers)
         loss.backward()
-        for name, weight in self._weights.items():
-            master = self._masters[name]
-            if master is not weight:
-                assert weight.grad is not None
-                master.grad, weight.grad = weight.grad.float(), None
+        if self._rounded:
+            # At once: one by one they would take the host longer than the GPU.
+            torch._foreach_copy_([master.grad for _, master in self._rounded], [w.grad for w, _ in self._rounded])
         if self._settings.clip_grad is not None:
             nn.utils.clip_grad_norm_(self._masters.values(), self._settings.clip_grad)
         for group in self._optimizer.param_groups:
             group["lr"] = self._lr * fraction
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        for weight in self._weights.values():
+            weight.grad = None
         self._copy_to_model()
         return loss.detach()
 
@@ -147,9 +151,8 @@ class Learner:
 
     @torch.no_grad()
     def _copy_to_model(self) -> None:
-        pairs = [(w, self._masters[n]) for n, w in self._weights.items() if self._masters[n] is not w]
-        if pairs:
-            torch._foreach_copy_([weight for weight, _ in pairs], [master for _, master in pairs])
+        if self._rounded:
+            torch._foreach_copy_([weight for weight, _ in self._rounded], [master for _, master in self._rounded])
 
 
 def lr_fraction(step: int, steps: int, warmup_steps: int) -> float:

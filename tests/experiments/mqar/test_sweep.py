@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from megatron_palimpsa import cli
 from megatron_palimpsa.experiments.mqar import run as run_module
 from megatron_palimpsa.experiments.mqar.config import load_sweep
+from megatron_palimpsa.experiments.mqar.examples import Examples, Shape, make_examples, train_seed
 from megatron_palimpsa.experiments.mqar.learner import Learner
 from megatron_palimpsa.experiments.mqar.records import Run, next_epoch, read_records, runs_of, tokens_left
 from megatron_palimpsa.experiments.mqar.sweep import in_turn
@@ -156,6 +157,7 @@ class _NoTraining:
     """Stands for a Learner and learns nothing."""
 
     seen: list[str] = []  # noqa: RUF012
+    batches: list[Any] = []  # noqa: RUF012
     device = torch.device("cpu")
     model = torch.nn.Identity()
 
@@ -166,7 +168,8 @@ class _NoTraining:
     def begin_lesson(self) -> None:
         pass
 
-    def step(self, batch: object, fraction: float) -> torch.Tensor:
+    def step(self, batch: Examples, fraction: float) -> torch.Tensor:
+        self.batches.append((batch.tokens.tolist(), fraction))
         return torch.tensor(1.0)
 
     def evaluate(self, examples: object, batch_size: int) -> tuple[float, float, dict[int, dict[str, float]]]:
@@ -183,6 +186,25 @@ class _NoTraining:
 def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_module, "Learner", _NoTraining)
     monkeypatch.setattr(_NoTraining, "seen", [])
+    monkeypatch.setattr(_NoTraining, "batches", [])
+
+
+@pytest.mark.usefixtures("no_training")
+def test_an_epoch_is_all_examples_in_an_order_of_its_own(tmp_path: Path) -> None:
+    assert mqar(write_recipe(tmp_path)) == 0
+    assert len(_NoTraining.batches) == STEPS
+    made = make_examples(Shape(32, 8, 2), train_seed(0), torch.arange(9)).tokens.tolist()
+    orders = []
+    for start in (0, 2, 4):
+        rows = [row for tokens, _ in _NoTraining.batches[start : start + 2] for row in tokens]
+        orders.append([made.index(row) for row in rows])
+        assert len(set(orders[-1])) == 8  # two full batches of the nine
+    assert len({tuple(order) for order in orders}) == 3
+    # Each lesson has its own schedule: two steps of warm-up, then down to almost nothing.
+    fractions = [fraction for _, fraction in _NoTraining.batches]
+    for first, last in ((0, 6), (6, STEPS)):
+        assert fractions[first : first + 3] == [0.5, 1.0, 1.0]
+        assert fractions[last - 1] == min(fractions[first:last]) < 0.2
 
 
 @pytest.mark.usefixtures("no_training")
