@@ -120,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_generate(commands)
     _add_mqar(commands)
+    _add_eval(commands)
     _add_report(commands)
     return parser
 
@@ -195,6 +196,12 @@ def _add_mqar(commands: argparse._SubParsersAction) -> None:
     from megatron_palimpsa.commands import mqar
 
     mqar.add(commands)
+
+
+def _add_eval(commands: argparse._SubParsersAction) -> None:
+    from megatron_palimpsa.commands import eval as evaluate
+
+    evaluate.add(commands)
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:

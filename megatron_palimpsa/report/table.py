@@ -13,8 +13,12 @@ _HEADER = (
 
 def format_table(summaries: Sequence[StageSummary]) -> str:
     """A Markdown table whose columns line up in a terminal too."""
-    rows = [_HEADER, *(_cells(summary) for summary in summaries)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADER))]
+    return markdown_table([_HEADER, *(_cells(summary) for summary in summaries)])
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells, the header first; the first column is flush left, the others are flush right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [_line(row, widths) for row in rows]
     rule = "|".join(["", "-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:]), ""])
     return "\n".join([lines[0], rule, *lines[1:]])

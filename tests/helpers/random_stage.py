@@ -1,0 +1,34 @@
+"""A complete stage with random weights, made in this process without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from helpers.models import randomise
+from helpers.runs import write_stage
+from megatron_palimpsa import parallel
+from megatron_palimpsa.config import load_stage
+from megatron_palimpsa.convert.stage_folder import write_checkpoint
+from megatron_palimpsa.engine.boxes import Box
+from megatron_palimpsa.model import build_model
+from megatron_palimpsa.training.run_folder import RunFolder
+
+
+def write_random_stage(folder: Path, data: Path, seed: int = 0, **changes: Any) -> Path:
+    """`helpers.runs.STAGE`, changed, over the data of `make_data` -> the stage's folder, below `folder`."""
+    config = load_stage(write_stage(folder, data, **changes))
+    run = RunFolder(config.folder)
+    run.path.mkdir(parents=True)
+    parallel.initialize(config.parallel, config.seed)
+    try:
+        model = build_model(config)
+        randomise(model, seed=seed)
+        weights = {name: parameter.detach().float() for name, parameter in model.named_parameters()}
+    finally:
+        parallel.destroy()
+    values = [(Box(name, tuple(w.shape), (0,) * w.dim(), tuple(w.shape)), w) for name, w in weights.items()]
+    write_checkpoint(run, config.model, values, elements=sum(w.numel() for w in weights.values()), step=8)
+    run.write_config(config)
+    run.write_marker({"steps": 8, "tokens": 512, "seconds": 1.0, "checkpoint": "checkpoints/step-8"})
+    return run.path
