@@ -79,7 +79,8 @@ def compare(
     from megatron_palimpsa.evaluation import nll_picture
 
     edges = position_edges(source.length - 1) if bins is None else _even_edges(source.length - 1, bins)
-    sums, settings = [], []
+    sums: list[Sums] = []
+    settings: list[dict[str, Any]] = []
     for name, model in zip("ab", models, strict=True):
         with opened(model, precision) as it:
             scorer = Scorer(it, None, batch_tokens)
@@ -99,9 +100,10 @@ def compare(
                     f"{models[0]} and {models[1]} have different tokenizers: losses a token do not compare"
                 )
             sums.append(_measured(output / f"model-{name}.npz", settings[-1], scorer, documents, edges))
-    result = summarize(*sums, edges)
+    a, b = sums
+    result = summarize(a, b, edges)
     write_atomically(output / "nll.csv", _csv(result))
-    of_all = summarize(*sums, edges, whole=True)[0]
+    of_all = summarize(a, b, edges, whole=True)[0]
     content = {"models": settings, "all": vars(of_all), "bins": [vars(one) for one in result]}
     write_atomically(output / "nll.json", json_bytes(content))
     nll_picture.draw(result, [str(model) for model in models], output / "nll.png", even=bins is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +131,7 @@ def _ruler(name: str, options: Options) -> list[Task]:
         return TaskResult(f"{PREFIX}{name}/{length}", count, {"score": scores}, {"samples": given})
 
     return [
-        Task(
-            f"{PREFIX}{name}/{length}",
-            lambda scorer, length=length: run(scorer, length),
-            lambda scorer, length=length: sample(scorer, length, 0),
-        )
+        Task(f"{PREFIX}{name}/{length}", partial(run, length=length), partial(sample, length=length, index=0))
         for length in options.lengths
     ]
 

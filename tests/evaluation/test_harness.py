@@ -14,6 +14,7 @@ import torch
 import yaml
 from helpers.hub_data import write_hub_data
 
+from megatron_palimpsa import cli
 from megatron_palimpsa.config import ConfigError
 from megatron_palimpsa.evaluation import paper
 from megatron_palimpsa.evaluation.scorer import Scorer
@@ -100,6 +101,21 @@ def test_a_task_of_our_own_is_scored_by_the_logits(it: Opened, harness: ModuleTy
     assert result.metrics["acc_norm"].value == pytest.approx(sum(right_norm) / 3)
     assert result.metrics["acc"].stderr is not None
     assert result.details["versions"] == {"own_choice": 3}
+
+
+def test_the_command_runs_it(
+    evaluated_stage: Path,
+    harness: ModuleType,
+    data: Path,
+    include: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["eval", "run", str(evaluated_stage), "--output", str(tmp_path / "results"), "--tasks", "own_choice"]
+    assert cli.main([*command, "--data", str(data), "--include", str(include)]) == 0
+    assert "| own_choice: acc_norm |" in capsys.readouterr().out
+    results = json.loads((tmp_path / "results" / "results.json").read_text())["results"]
+    assert [(one["task"], one["items"]) for one in results] == [("own_choice", 3)]
 
 
 def test_the_adapter_gives_the_harness_what_the_logits_say(it: Opened, harness: ModuleType) -> None:
