@@ -6,7 +6,7 @@ A step leaves nothing for the host to wait for: losses stay on the device until 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -90,7 +90,8 @@ class Learner:
         loss.backward()
         if self._rounded:
             # At once: one by one they would take the host longer than the GPU.
-            torch._foreach_copy_([master.grad for _, master in self._rounded], [w.grad for w, _ in self._rounded])
+            weights, masters = zip(*self._rounded, strict=True)
+            torch._foreach_copy_(_gradients(masters), _gradients(weights))
         if self._settings.clip_grad is not None:
             nn.utils.clip_grad_norm_(self._masters.values(), self._settings.clip_grad)
         for group in self._optimizer.param_groups:
@@ -160,6 +161,10 @@ def lr_fraction(step: int, steps: int, warmup_steps: int) -> float:
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / (steps - warmup_steps)))
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _mean_loss(logits: Tensor, answers: Tensor) -> Tensor:
