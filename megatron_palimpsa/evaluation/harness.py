@@ -58,7 +58,7 @@ class HarnessModel(LM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         texts: list[str] = [""] * len(requests)
         settings = [normalize_gen_kwargs(request.args[1], _MOST_NEW_TOKENS) for request in requests]
-        prompts = self._scorer.tokenizer.encode_batch([request.args[0] for request in requests])
+        prompts = self._scorer.encode([request.args[0] for request in requests])
         alike: dict[str, list[int]] = {}
         for number, setting in enumerate(settings):
             alike.setdefault(repr(sorted(setting.items())), []).append(number)
@@ -113,7 +113,7 @@ class HarnessTasks:
         try:
             self._manager._factory = self._factory
             with _quiet():
-                return dict(self._manager.load([name]))
+                loaded = dict(self._manager.load([name]))
         except ConfigError:
             raise
         except Exception as error:  # `datasets`, the hub and tasks' own code raise anything
@@ -122,6 +122,12 @@ class HarnessTasks:
                 f"task {name}: its data cannot be loaded ({reason}); without a hub give --data FOLDER, where a data "
                 f"set lies under its name on the hub"
             ) from None
+        for task in loaded["tasks"].values():
+            if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+                raise ConfigError(
+                    f"task {name}: runs code that the model writes, or is about pictures or sound: not here"
+                )
+        return loaded
 
 
 @functools.cache

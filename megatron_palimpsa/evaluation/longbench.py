@@ -88,7 +88,7 @@ def _item(entry: Any, where: str) -> Item:
 def generate(items: Sequence[Item], scorer: Scorer) -> TaskResult:
     """The benchmark's own way: the answer is the letter that the model writes; none counts as wrong."""
     truncation = Truncation()
-    encoded = scorer.tokenizer.encode_batch([item.prompt + _FORMAT for item in items])
+    encoded = scorer.encode([item.prompt + _FORMAT for item in items])
     room = None if scorer.max_length is None else max(scorer.max_length - _ANSWER_TOKENS, 2)
     prompts = [without_middle(ids, room, truncation) for ids in encoded]
     texts = continue_prompts(scorer, prompts, _ANSWER_TOKENS)

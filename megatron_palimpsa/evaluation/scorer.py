@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
-from palimpsa_data.tokenizers import Tokenizer
+from palimpsa_data.tokenizers import Tokenizer, UncuttableError
 
 from megatron_palimpsa.config import ConfigError
 from megatron_palimpsa.evaluation.spans import Span, SpanScores, score_spans
@@ -82,6 +82,17 @@ class Scorer:
         self.task = ""
         """Named in what is logged."""
 
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Ids [T] of each text, without a token before or behind it.
+
+        Raises:
+            ConfigError: a text cannot be tokenized.
+        """
+        try:
+            return self.tokenizer.encode_batch(texts)
+        except (UncuttableError, UnicodeEncodeError) as error:
+            raise ConfigError(f"task {self.task}: a text of its data cannot be tokenized: {error}") from None
+
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Span | None]:
         """(context, continuation) -> the ids of both together; None where the continuation has no id.
 
@@ -89,10 +100,10 @@ class Scorer:
         the continuation changes. Spaces at the context's end belong to the continuation: tokenizers put them before a
         word.
         """
-        # `Tokenizer.encode_batch` is many times faster than a text at a time.
+        # A batch is many times faster than a text at a time.
         moved = [_spaces_moved(*pair) for pair in pairs]
-        wholes = self.tokenizer.encode_batch([context + continuation for context, continuation in moved])
-        contexts = self.tokenizer.encode_batch([context for context, _ in moved])
+        wholes = self.encode([context + continuation for context, continuation in moved])
+        contexts = self.encode([context for context, _ in moved])
         spans: list[Span | None] = []
         for whole, context in zip(wholes, contexts, strict=True):
             first = _common_length(whole, context)
@@ -120,7 +131,7 @@ class Scorer:
         A text longer than `max_length` is cut into pieces of that many ids; each but the first begins with the last id
         of the piece before, so that every id is scored once.
         """
-        pieces = [self._pieces(ids) for ids in self.tokenizer.encode_batch(texts)]
+        pieces = [self._pieces(ids) for ids in self.encode(texts)]
         scores = self.score([piece for text in pieces for piece in text])
         sums = [float(found.log_probabilities.sum(dtype=np.float64)) for found in scores]
         borders = [0, *accumulate(map(len, pieces))]

@@ -121,7 +121,7 @@ def _ruler(name: str, options: Options) -> list[Task]:
 
     def run(scorer: Scorer, length: int) -> TaskResult:
         samples = [sample(scorer, length, index) for index in range(count)]
-        prompts = scorer.tokenizer.encode_batch([one.prompt for one in samples])
+        prompts = scorer.encode([one.prompt for one in samples])
         texts = continue_prompts(scorer, prompts, task.answer_tokens)
         given: list[dict[str, Any]] = [
             {"answers": list(one.answers), "prediction": text, "score": task.score(text, one.answers)}

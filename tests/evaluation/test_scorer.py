@@ -106,6 +106,12 @@ def test_every_id_of_a_whole_text_counts_once(it: Opened, scorer: Scorer) -> Non
     assert Scorer(it, None, 64).rolling([text])[0] == pytest.approx(direct(it, ids, 1), abs=1e-4)
 
 
+def test_a_text_that_is_none_is_one_message(scorer: Scorer) -> None:
+    scorer.task = "piqa"
+    with pytest.raises(ConfigError, match=r"task piqa: a text of its data cannot be tokenized: .*surrogates"):
+        scorer.encode_pairs([("abc \ud800", "def")])
+
+
 def test_a_model_without_a_tokenizer_or_with_a_larger_one_is_refused(it: Opened) -> None:
     with pytest.raises(ConfigError, match="names no tokenizer"):
         Scorer(dataclasses.replace(it, tokenizer=None), None, 64)
