@@ -27,7 +27,7 @@ def add(models: argparse._SubParsersAction) -> None:
         help="as model.beta_scale_init (PATTERN's or finetune)",
     )
     palimpsa.add_argument("--seed", type=int, metavar="N", help="of the new parameters (SOURCE's)")
-    palimpsa.set_defaults(command=_palimpsa)
+    palimpsa.set_defaults(command=_palimpsa, appears_whole=True)
     limit = models.add_parser(
         "mamba2-limit",
         help="Palimpsa layers of a stage as Mamba2 layers, without their importance",
@@ -35,7 +35,7 @@ def add(models: argparse._SubParsersAction) -> None:
         "dropped, all others stay as they are. Compared and reported as by `convert palimpsa`.",
     )
     _add_common(limit, required=False)
-    limit.set_defaults(command=_mamba2_limit)
+    limit.set_defaults(command=_mamba2_limit, appears_whole=True)
 
 
 def _add_common(parser: argparse.ArgumentParser, required: bool) -> None:

@@ -23,7 +23,7 @@ def draw_windows(layers: Sequence[LayerWindows], chosen: Collection[int], path: 
     groups = [
         ("chosen", COLOURS[1], "D", [layer for layer in layers if layer.number in chosen]),
         ("Mamba2", COLOURS[0], "o", [layer for layer in layers if layer.symbol == "M" and layer.number not in chosen]),
-        ("with importance", COLOURS[2], "s", [layer for layer in layers if layer.symbol != "M"]),
+        ("not Mamba2", COLOURS[2], "s", [layer for layer in layers if layer.symbol != "M"]),
     ]
     for label, colour, marker, members in groups:
         if members:

@@ -8,12 +8,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from helpers.bpe import write_tokenizer
 from helpers.jobs import write_inputs
-from helpers.runs import Events, read_checkpoint, run, train_on_ranks, write_stage
+from helpers.published_mamba2 import random_mamba2
+from helpers.runs import VOCAB_SIZE, Events, read_checkpoint, run, train_on_ranks, write_stage
 
 from megatron_palimpsa import cli
+from megatron_palimpsa.config import load_stage
 from megatron_palimpsa.training.run_folder import RunFolder
 
 
@@ -142,6 +145,44 @@ def test_preparation_and_a_stage_on_what_it_makes(tmp_path, monkeypatch, tiny_da
     assert answer.returncode == 0, answer.stderr
     assert RunFolder(Path("runs/mine/stage")).read_marker()["steps"] == 8
     assert "[1/2] data: complete already" in run(*command).stdout
+
+
+@pytest.mark.long
+def test_layers_are_measured_and_turned_before_the_first_stage(tmp_path, monkeypatch, tiny_data):
+    monkeypatch.chdir(tmp_path)
+    source = random_mamba2(vocab_size=VOCAB_SIZE, n_groups=1, num_hidden_layers=4, tie_word_embeddings=True)
+    with torch.no_grad():
+        source.backbone.layers[1].mixer.A_log.fill_(-9.0)
+    source.save_pretrained("published")
+    sample = f"--blend {tiny_data}/valid.yaml --tokenizer {tiny_data}/tokenizer.model --tokens 64 --seq-length 32"
+    layers = {
+        "name": "layers",
+        "output_dir": "runs",
+        "then": [
+            "convert mamba2 published runs/mamba2",
+            f"convert select-layers runs/mamba2 --layers 1 {sample} --output runs/selection",
+            "convert palimpsa runs/mamba2 runs/base --pattern runs/selection/pattern.yaml --beta-rank 4",
+        ],
+    }
+    (tmp_path / "layers.yaml").write_text(yaml.safe_dump(layers))
+    geometry = {
+        "hidden_size": 32,
+        "d_state": 16,
+        "headdim": 8,
+        "vocab_size": VOCAB_SIZE,
+        "pattern": "MMMP",
+        "beta_rank": 4,
+    }
+    for name, before in (("first", "base"), ("second", "first")):
+        start_from = {"stage": before, "pattern": "source"}
+        write_stage(tmp_path, tiny_data, name, output_dir="runs", model=geometry, init_from=start_from)
+    command = ["train", "layers.yaml", "first.yaml", "second.yaml"]
+    answer = run(*command)
+    assert answer.returncode == 0, answer.stderr
+    for name in ("first", "second"):
+        assert RunFolder(Path("runs") / name).read_marker()["steps"] == 8
+        assert load_stage(f"runs/{name}/config.yaml").model.pattern == "MPMM"
+    assert run(*command).stdout.count("complete already") == 3
 
 
 @pytest.mark.long

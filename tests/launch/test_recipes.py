@@ -65,7 +65,7 @@ def table() -> str:
 def test_every_packaged_stage_is_in_a_list_here():
     folder = stages.path("2.7b/run").parent.parent
     found = {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")}
-    named = {name for name in found if name.rpartition("/")[2] not in ("base", "run", "data")}
+    named = {name for name in found if name.rpartition("/")[2] not in ("base", "run", "data", "layers", "base-model")}
     assert {name for name in named if not name.startswith(("demo/", "bench/", "mqar/"))} == set(STAGES)
 
 
@@ -88,6 +88,7 @@ def test_stages_of_a_run_follow_each_other(name):
     trained = [config for config in configs if isinstance(config, StageConfig)]
     assert [config.name for config in trained] == ["stage-1", "stage-2", "stage-3"]
     assert starts_from(trained[0]) == "base"
+    assert Path(f"runs/{name}/base") in preparation.outputs(configs[-4])
     for number in (1, 2):
         assert planned_source(trained[number], trained[:number]) is not None
 
@@ -113,6 +114,22 @@ def test_data_of_the_2_7b_run_is_what_its_stages_read():
         assert {data.train_blend, data.valid_blend} <= made
 
 
+def test_layers_of_the_2_7b_run_are_measured_on_the_text_of_stage_1():
+    first = load_stage(stages.path("2.7b/stage-1"))
+    convert, select, turn = (
+        preparation.words(command) for command in preparation.load(stages.path("2.7b/layers"), []).then
+    )
+    assert select[2] == turn[2] == convert[3]
+    assert turn[3] == str(Path(first.output_dir) / starts_from(first))
+    assert turn[turn.index("--pattern") + 1] == f"{select[select.index('--output') + 1]}/pattern.yaml"
+    assert int(turn[turn.index("--beta-rank") + 1]) == first.model.beta_rank
+    assert int(select[select.index("--layers") + 1]) == first.model.layers.count("P")
+    assert select[select.index("--blend") + 1] == first.data.valid_blend
+    assert select[select.index("--tokenizer") + 1] == first.data.tokenizer
+    for number in (1, 2, 3):
+        assert load_stage(stages.path(f"2.7b/stage-{number}")).init_from.pattern == "source"
+
+
 def _words(array) -> list[str]:
     return preparation.words(array.command)
 
@@ -124,7 +141,7 @@ def _is_set(command: str, index: int) -> bool:
 
 def test_missing_base_is_one_message(capsys, tmp_path, monkeypatch, large_disk):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["train", "2.7b-control/run", "--nproc", "8", "--dry-run"]) == 2
+    assert cli.main(["train", "2.7b-control/stage-1", "--nproc", "8", "--dry-run"]) == 2
     (message,) = capsys.readouterr().err.splitlines()
     assert "init_from.stage='base': there is no stage folder runs/2.7b-control/base" in message
 
