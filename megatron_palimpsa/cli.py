@@ -114,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_prep(commands)
     _add_convert(commands)
+    _add_export(commands)
     _add_train(commands)
     _add_submit(commands)
     _add_runs(commands)
@@ -160,6 +161,12 @@ def _add_convert(commands: argparse._SubParsersAction) -> None:
     from megatron_palimpsa.commands import convert
 
     convert.add(commands)
+
+
+def _add_export(commands: argparse._SubParsersAction) -> None:
+    from megatron_palimpsa.commands import export
+
+    export.add(commands)
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_palimpsa.commands import convert_layers, convert_surgery
+from megatron_palimpsa.commands import convert_exports, convert_layers, convert_surgery
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -29,6 +29,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     mamba2.set_defaults(command=_mamba2, appears_whole=True)
     convert_layers.add(models)
     convert_surgery.add(models)
+    convert_exports.add(models)
 
 
 def _mamba2(options: argparse.Namespace) -> int:

@@ -152,15 +152,25 @@ def stretches(rows: slice, *width: int) -> Iterator[slice]:
         yield slice(start, min(start + step, rows.stop))
 
 
+class Telling:
+    """A line of progress now and then while so many bytes are written."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+        self._start = self._said = time.monotonic()
+
+    def add(self, count: int) -> None:
+        """So many more bytes are written."""
+        self._done += count
+        now = time.monotonic()
+        if now - self._said >= _SAID_EVERY:
+            self._said = now
+            left = clock((now - self._start) * (self._total - self._done) / self._done)
+            logger.info("%.2f of %.2f GB written | %s left", 1e-9 * self._done, 1e-9 * self._total, left)
+
+
 def _telling(values: Iterable[tuple[Box, Tensor]], elements: int) -> Iterator[tuple[Box, Tensor]]:
-    """The same, with a line of progress now and then."""
-    start = said = time.monotonic()
-    done = 0
+    telling = Telling(4 * elements)
     for box, value in values:
         yield box, value
-        done += box.numel
-        now = time.monotonic()
-        if now - said >= _SAID_EVERY:
-            said = now
-            left = clock((now - start) * (elements - done) / done)
-            logger.info("%.2f of %.2f GB written | %s left", 4e-9 * done, 4e-9 * elements, left)
+        telling.add(4 * box.numel)

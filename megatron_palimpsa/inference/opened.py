@@ -14,14 +14,14 @@ from palimpsa_data import tokenizers
 from palimpsa_data.tokenizers import Tokenizer
 
 from megatron_palimpsa import parallel
-from megatron_palimpsa.config import ConfigError, ParallelConfig, StageConfig, load_stage
+from megatron_palimpsa.config import ParallelConfig, StageConfig, load_stage
+from megatron_palimpsa.engine.boxes import ReadBox
 from megatron_palimpsa.engine.optimizer_state import load_weights, locals_of
+from megatron_palimpsa.export.reading import is_export, open_export
 from megatron_palimpsa.model import build_model
-from megatron_palimpsa.training import checkpoint
-from megatron_palimpsa.training.checkpoint_files import fault
 from megatron_palimpsa.training.checkpoint_format import Reader
 from megatron_palimpsa.training.checkpoint_state import require_same_model
-from megatron_palimpsa.training.run_folder import RunFolder
+from megatron_palimpsa.training.saved import find_saved, is_stage
 
 
 @dataclass(frozen=True)
@@ -42,46 +42,45 @@ class Opened:
 def opened(
     source: Path, precision: Literal["bf16", "fp32"] | None = None, tokenizer: Path | None = None
 ) -> Iterator[Opened]:
-    """The model in a stage's folder, by its newest intact checkpoint; complete or not.
+    """The model in a stage's folder, by its newest intact checkpoint, complete or not; or an exported model.
 
     Process groups of this one process exist in the meantime.
 
     Args:
-        source: the stage's folder, or one of its checkpoints (`checkpoints/step-N`).
+        source: the stage's folder, one of its checkpoints (`checkpoints/step-N`), or what `export` wrote.
         precision: of the weights; None is the stage's own. What is marked fp32 stays so.
         tokenizer: its file, in place of the stage's.
 
     Raises:
-        ConfigError: the folder holds no stage, or no intact checkpoint.
+        ConfigError: the folder holds neither a stage nor an exported model, or no intact checkpoint.
         DataError: the tokenizer cannot be read.
     """
-    folder, path = _locate(source)
-    config = load_stage(folder.config)
+    config, read, path = _find(source)
     config = dataclasses.replace(
         config,
         parallel=ParallelConfig(distributed_optimizer=False),
         train=dataclasses.replace(config.train, precision=precision or config.train.precision, recompute="none"),
     )
-    require_same_model(path, config.model)
     tokenizer_file = tokenizer or (Path(config.data.tokenizer) if config.data.tokenizer else None)
     loaded_tokenizer = None if tokenizer_file is None else tokenizers.load(tokenizer_file)
     parallel.initialize(config.parallel, config.seed)
     try:
         model = build_model(config).eval()
-        load_weights([], locals_of([model]), Reader(path).read)
+        load_weights([], locals_of([model]), read)
         yield Opened(model, config, loaded_tokenizer, path)
     finally:
         parallel.destroy()
 
 
-def _locate(source: Path) -> tuple[RunFolder, Path]:
-    if source.name.startswith("step-") and source.parent.name == "checkpoints":
-        if (found := fault(source)) is not None:
-            raise ConfigError(f"checkpoint {source} is damaged: {found}")
-        return RunFolder(source.parent.parent), source
-    folder = RunFolder(source)
-    if not folder.config.is_file():
-        raise ConfigError(f"{source}: holds no stage ({folder.config.name} is missing)")
-    if (path := checkpoint.latest(folder.checkpoints)) is None:
-        raise ConfigError(f"{folder.checkpoints}: holds no intact checkpoint")
-    return folder, path
+def _find(source: Path) -> tuple[StageConfig, ReadBox, Path]:
+    """The model's configuration, what reads its weights, and where they lie."""
+    if not is_stage(source) and is_export(source):
+        exported = open_export(source)
+        # Its own name need not be one of a stage.
+        config = exported.stage(source.parent / "exported")
+        data = dataclasses.replace(config.data, tokenizer=str(exported.tokenizer or ""))
+        return dataclasses.replace(config, data=data), exported.read, source
+    folder, path = find_saved(source)
+    config = load_stage(folder.config)
+    require_same_model(path, config.model)
+    return config, Reader(path).read, path

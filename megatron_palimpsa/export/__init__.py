@@ -1,0 +1,1 @@
+"""A stage's model as a folder for Hugging Face's transformers, and back."""
