@@ -17,7 +17,7 @@ PLACES = [
 # In docs/architecture.md a module is named without the folder that its paragraph is about.
 PLACES += [
     f"megatron_palimpsa/{folder}"
-    for folder in ("model", "parallel", "engine", "training", "convert", "evaluation", "experiments/mqar")
+    for folder in ("model", "parallel", "engine", "training", "convert", "export", "evaluation", "experiments/mqar")
 ]
 PLACES += [
     "data_prep",

@@ -1,4 +1,4 @@
-"""`convert huggingface` and `convert verify`: what `export` wrote as a stage, and whether two models compute the same."""
+"""`convert huggingface`, an export as a stage, and `convert verify`, whether two models compute the same."""
 
 from __future__ import annotations
 
