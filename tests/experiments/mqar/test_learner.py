@@ -150,6 +150,15 @@ def test_accuracy_and_loss_count_queries_alone(tmp_path: Path) -> None:
     assert memory[2].keys() == {"window"}
 
 
+def test_models_of_the_other_backbone_learn_too(tmp_path: Path) -> None:
+    made = learner(sweep(tmp_path, "model.pattern=QL"))
+    losses = [float(made.step(EXAMPLES, 1.0)) for _ in range(20)]
+    assert losses[-1] < 0.5 * losses[0]
+    _, _, memory = made.evaluate(EXAMPLES, batch_size=6)
+    assert memory[1].keys() == {"window", "importance_ratio"}
+    assert memory[2].keys() == {"window"}
+
+
 def test_learning_rate_rises_and_falls_to_zero() -> None:
     fractions = [lr_fraction(step, 10, 2) for step in range(10)]
     assert fractions[:3] == [0.5, 1.0, 1.0]

@@ -131,10 +131,14 @@ def test_no_epoch_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("name", ["palimpsa-m", "mamba2"])
-def test_packaged_recipes_are_the_papers(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [("palimpsa-m", "PP"), ("mamba2", "MM"), ("palimpsa-d", "QQ"), ("palimpsa-d-no-importance", "LL")],
+)
+def test_packaged_recipes_are_the_papers(name: str, pattern: str) -> None:
     config = load_sweep(stages.path(f"mqar/{name}"))
-    assert config.name == name
+    small = load_sweep(stages.path(f"mqar/small/{name}"))
+    assert (config.name, config.model.pattern) == (small.name, small.model.pattern * 2) == (name, pattern)
     assert [(lesson.length, lesson.pairs, lesson.epochs) for lesson in config.curriculum] == [
         (128, 32, 20), (256, 64, 20), (512, 128, 20), (1024, 256, 20),
     ]  # fmt: skip
