@@ -80,13 +80,14 @@ def test_a_space_that_only_the_beginning_of_a_text_loses_stays_behind_a_prompt()
     class Spaced:
         """As tokenizers that put a space before every text and take it away again."""
 
-        words = (" hello", " world", "!")
+        words = (" hello", " world", "!", "")
 
         def decode(self, ids):
             return "".join(self.words[token] for token in ids).removeprefix(" ")
 
     assert pieces(Spaced(), [1, 2]) == ["world", "!", ""]
     assert pieces(Spaced(), [1, 2, 1], before=[0]) == [" world", "!", " world", ""]
+    assert pieces(Spaced(), [3, 1], before=[0]) == ["", " world", ""]
 
 
 def test_a_decoder_that_takes_bytes_for_no_text_until_the_last_one_is_there():
