@@ -40,10 +40,15 @@ def _select(options: argparse.Namespace) -> int:
     from megatron_palimpsa.convert.select_layers import select_layers
     from megatron_palimpsa.convert.selection import PATTERN, table
 
-    sample = Sample(
-        options.text or options.blend, options.text is None, options.tokenizer, options.tokens, options.seq_length
+    sample = Sample(options.text or options.blend, options.text is None, options.tokens, options.seq_length)
+    selection = select_layers(
+        options.stage,
+        sample,
+        options.layers,
+        options.output,
+        precision=options.precision,
+        tokenizer=options.tokenizer,
     )
-    selection = select_layers(options.stage, sample, options.layers, options.output, options.precision)
     print(table(selection))
     print(f"{options.output / PATTERN}: {selection.pattern}")
     return 0

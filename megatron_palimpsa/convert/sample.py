@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from palimpsa_data import tokenizers
 from palimpsa_data.tokenizers import Tokenizer
 
 from megatron_palimpsa.config import ConfigError, DataConfig, StageConfig
@@ -26,8 +25,6 @@ class Sample:
     path: Path
     """A UTF-8 text file, or a blend of prepared sets."""
     is_blend: bool
-    tokenizer: Path | None
-    """None is the stage's own."""
     tokens: int
     """At most so many, in whole rows."""
     seq_length: int
@@ -38,19 +35,15 @@ def sample_rows(it: Opened, sample: Sample) -> list[Batch]:
     """The rows to run a model on: `tokens // seq_length` of them, or what the text has.
 
     Raises:
-        ConfigError: no tokenizer is named; the text, the blend or the tokenizer cannot be read, fill no row, or do not
-            fit each other and the model.
-        DataError: the tokenizer cannot be read.
+        ConfigError: no tokenizer is named; the text or the blend cannot be read, fills no row, or does not fit the
+            tokenizer and the model.
     """
     config, rows = it.config, sample.tokens // sample.seq_length
-    path = sample.tokenizer or (Path(config.data.tokenizer) if config.data.tokenizer else None)
-    if path is None:
+    if it.tokenizer is None:
         raise ConfigError(f"{it.checkpoint}: its stage names no tokenizer; give --tokenizer FILE, the model's own")
     if sample.is_blend:
-        return _blend_rows(sample.path, path, config, sample.seq_length, rows)
-    tokenizer = tokenizers.load(sample.tokenizer) if sample.tokenizer is not None else it.tokenizer
-    assert tokenizer is not None
-    return _text_rows(sample.path, tokenizer, config.model.vocab_size, sample.seq_length, rows)
+        return _blend_rows(sample.path, it.tokenizer.path, config, sample.seq_length, rows)
+    return _text_rows(sample.path, it.tokenizer, config.model.vocab_size, sample.seq_length, rows)
 
 
 def _text_rows(path: Path, tokenizer: Tokenizer, vocab_size: int, seq_length: int, rows: int) -> list[Batch]:

@@ -26,7 +26,13 @@ _SAID_EVERY = 10.0
 
 
 def select_layers(
-    stage: Path, sample: Sample, count: int, output: Path, precision: Literal["bf16", "fp32"] | None = None
+    stage: Path,
+    sample: Sample,
+    count: int,
+    output: Path,
+    *,
+    precision: Literal["bf16", "fp32"] | None = None,
+    tokenizer: Path | None = None,
 ) -> Selection:
     """Measure the windows of a stage's model and write the folder `output`, which appears when it is whole.
 
@@ -35,17 +41,18 @@ def select_layers(
 
     Args:
         count: of the Mamba2 layers to choose.
-        precision: to compute in; None is the stage's own.
+        precision, tokenizer: as of `opened`.
 
     Raises:
-        ConfigError: the stage, the text or the tokenizer cannot be read or do not fit each other, the model has fewer
-            Mamba2 layers than `count`, or `output` is there already.
+        ConfigError: the stage or the text cannot be read or do not fit each other, the model has fewer Mamba2 layers
+            than `count`, or `output` is there already.
+        DataError: the tokenizer cannot be read.
         OSError: `output` cannot be written.
     """
     require_new(output)
     if sample.tokens < sample.seq_length:
         raise ConfigError(f"{sample.tokens} tokens fill no row of {sample.seq_length}: take more, or shorter rows")
-    with opened(stage, precision) as it:
+    with opened(stage, precision, tokenizer) as it:
         model = it.config.model
         _check_count(count, model.layers)
         batches = sample_rows(it, sample)

@@ -54,8 +54,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def selection(source, text: Path, tiny_data: Path) -> tuple[Selection, Path]:
     output = source[1].parent / "selection"
-    sample = Sample(text, False, tiny_data / "tokenizer.model", ROWS * SEQ_LENGTH + 1, SEQ_LENGTH)
-    return select_layers(source[1], sample, 2, output, "fp32"), output
+    sample = Sample(text, False, ROWS * SEQ_LENGTH + 1, SEQ_LENGTH)
+    tokenizer = tiny_data / "tokenizer.model"
+    return select_layers(source[1], sample, 2, output, precision="fp32", tokenizer=tokenizer), output
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ import pytest
 import yaml
 from helpers.bpe import unicode_text, write_tokenizer
 from helpers.mini_slurm import mini_slurm, reason_to_skip, wait_until
-from helpers.runs import write_stage
+from helpers.published_mamba2 import random_mamba2
+from helpers.runs import VOCAB_SIZE, write_stage
 from helpers.slurm_script import write_trainer
 from helpers.standin_chain import StandInChain
 
@@ -192,6 +193,48 @@ def test_array_of_prep_feeds_the_stage_behind_it(cluster, tmp_path, tiny_data, m
     assert "4 shards" in capsys.readouterr().out
     assert cli.main(command) == 0
     assert capsys.readouterr().out.count("complete already") == 2
+
+
+@pytest.mark.long
+def test_stage_waits_for_the_layers_that_are_measured_before_it(cluster, tmp_path, tiny_data, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    published = random_mamba2(vocab_size=VOCAB_SIZE, n_groups=1, num_hidden_layers=3)
+    published.save_pretrained("published")
+    sample = f"--blend {tiny_data}/valid.yaml --tokenizer {tiny_data}/tokenizer.model --tokens 64 --seq-length 32"
+    layers = {
+        "name": "layers",
+        "output_dir": "runs/mine",
+        "then": [
+            "convert mamba2 published runs/mine/mamba2",
+            f"convert select-layers runs/mine/mamba2 --layers 1 {sample} --output runs/mine/selection",
+            "convert palimpsa runs/mine/mamba2 runs/mine/base --pattern runs/mine/selection/pattern.yaml",
+        ],
+        "job": {"python": sys.executable, "exclusive": False, "cpus_per_node": 4, "memory": "4G"},
+    }
+    (tmp_path / "layers.yaml").write_text(yaml.safe_dump(layers))
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump({"python": str(write_trainer(tmp_path))}))
+    start_from = {"stage": "base", "pattern": "source"}
+    stage = write_stage(tmp_path, tiny_data, output_dir="runs/mine", model={"pattern": "MMP"}, init_from=start_from)
+    behaviour = tmp_path / "runs" / "mine" / "stage" / "behaviour"
+    behaviour.parent.mkdir(parents=True)
+    behaviour.write_text("[[ -e runs/mine/base/STAGE_COMPLETE ]] && complete")
+    command = ["submit", "layers.yaml", str(stage), "--job", "job.yaml", *JOB]
+    # A mistake that only the job finds ends what is behind it; mended, the same command does the rest.
+    (tmp_path / "published" / "config.json").rename(tmp_path / "config.json")
+    assert cli.main(command) == 0
+    train = job_of(tmp_path / "runs/mine", "stage", "train")
+    wait_until("the end of what is behind", lambda: cluster.state(train) == "CANCELLED")
+    capsys.readouterr()
+    assert cli.main(["status", "mine"]) == 1
+    assert "published/config.json: cannot be read" in capsys.readouterr().out
+    (tmp_path / "config.json").rename(tmp_path / "published" / "config.json")
+    assert cli.main(command) == 0
+    wait_until("the stage", (behaviour.parent / "STAGE_COMPLETE").exists)
+    capsys.readouterr()
+    assert cli.main(command) == 0
+    assert "layers: complete already" in capsys.readouterr().out
 
 
 def test_failing_array_cancels_what_is_behind_it_and_says_why(cluster, tmp_path, tiny_data, monkeypatch, capsys):
