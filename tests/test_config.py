@@ -103,6 +103,7 @@ def test_resolved_file_reads_back_to_the_same_stage(tmp_path, stage_file):
         ("model.ngroups=3", ["model.ngroups=3 does not divide the number of heads, which is 4"]),
         ("model.norm_groups=5", ["model.norm_groups=5 does not divide"]),
         ("model.pattern='M*'", ["model.num_attention_heads is missing"]),
+        ("model.rope_theta=10000.0", ["model.rope_theta=10000 is of attention layers (*), the pattern has none"]),
         ("model.pattern='M-'", ["model.ffn_hidden_size is missing"]),
         ("parallel.sequence_parallel=true", ["parallel.sequence_parallel=true needs parallel.tp > 1"]),
         ("train.global_batch_tokens=100", ["train.global_batch_tokens=100 is not a multiple of 64"]),

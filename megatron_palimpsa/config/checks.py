@@ -30,6 +30,8 @@ def check_stage(config: StageConfig, world_size: int = 1) -> None:
     _divides("parallel.tp", parallel.tp, "the padded vocabulary", model.padded_vocab_size)
     if "*" in model.layers:
         _check_attention(model, parallel.tp)
+    elif model.rope_theta is not None:
+        raise ConfigError(f"model.rope_theta={model.rope_theta:g} is of attention layers (*), the pattern has none")
     if "-" in model.layers:
         if model.ffn_hidden_size is None:
             raise ConfigError("model.ffn_hidden_size is missing: the pattern has MLP layers (-)")
@@ -79,6 +81,12 @@ def _check_attention(model: ModelConfig, tp: int) -> None:
     groups = model.num_query_groups or model.num_attention_heads
     _divides("model.num_query_groups", groups, "model.num_attention_heads", model.num_attention_heads)
     _divides("parallel.tp", tp, "model.num_query_groups", groups)
+    channels = model.hidden_size // model.num_attention_heads
+    if model.rope_theta is not None and channels % 2:
+        raise ConfigError(
+            f"model.rope_theta={model.rope_theta:g} turns pairs of channels, and an attention head has {channels} "
+            f"(model.hidden_size / model.num_attention_heads)"
+        )
 
 
 def _check_pipeline(model: ModelConfig, parallel: ParallelConfig) -> None:

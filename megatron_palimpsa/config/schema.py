@@ -76,6 +76,9 @@ class ModelConfig:
     init_std: PositiveFloat = 0.02
     num_attention_heads: Positive | None = None
     num_query_groups: Positive | None = None
+    rope_theta: PositiveFloat | None = None
+    """Base of rotary position embeddings in attention layers, 10000 in most Transformers; None: none, where layers with
+    a state know the order."""
     ffn_hidden_size: Positive | None = None
 
     @property

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention.bias import causal_lower_right
 
 from megatron_palimpsa.model.context_parallel import PackedRow, crossed_part, gather_parts, keep_in_graph
+from megatron_palimpsa.model.rope import rotated
 from megatron_palimpsa.training.batch import RowPart
 
 
@@ -21,8 +22,8 @@ class CoreAttention(nn.Module):
     """Causal softmax(scale * Q K^T) V, each document by itself; grouped queries; no T x T scores in memory.
 
     Takes the arguments that Megatron's SelfAttention gives. Under context parallelism a rank's queries meet the keys
-    and values of the whole row. Dropout, an attention bias and any mask but that of padding before cached keys are not
-    implemented and refused.
+    and values of the whole row. With `rope_theta` queries and keys are turned by their places (`rotated`). Dropout, an
+    attention bias and any mask but that of padding before cached keys are not implemented and refused.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class CoreAttention(nn.Module):
         cp_comm_type: str | None = None,
         softmax_scale: float | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        rope_theta: float | None = None,
     ) -> None:
         super().__init__()
         if attention_type != "self" or attn_mask_type != AttnMaskType.causal:
@@ -41,6 +43,7 @@ class CoreAttention(nn.Module):
         if config.attention_dropout:
             raise ValueError("attention dropout is not implemented for attention layers")
         self.scale = softmax_scale
+        self.rope_theta = rope_theta
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["cp"])
         self.cp_group = groups.cp
 
@@ -71,6 +74,9 @@ class CoreAttention(nn.Module):
         if attention_bias is not None or (attention_mask is not None and not decoding):
             raise ValueError("attention layers are causal within documents: no attention_mask, no attention_bias")
         part = crossed_part(packed_seq_params, self.cp_group)
+        if self.rope_theta is not None:
+            # Keys are cached as they are: a row's places move when prompts are put side by side.
+            query, key = rotated(query, key, 0 if part is None else part.start, self.rope_theta)
         if packed_seq_params is not None:
             return self._packed(query, key, value, packed_seq_params, part)
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))

@@ -126,7 +126,11 @@ def build_model(
         model_class = HybridModel if config.train.recompute == "none" else ChunkedLossModel
         model = model_class(
             transformer_config(config),
-            hybrid_stack_spec(mixer_options(config.model), recompute_cheap=config.train.recompute == "selective"),
+            hybrid_stack_spec(
+                mixer_options(config.model),
+                recompute_cheap=config.train.recompute == "selective",
+                rope_theta=config.model.rope_theta,
+            ),
             vocab_size=config.model.padded_vocab_size,
             max_sequence_length=config.model.seq_length,
             hybrid_layer_pattern="|".join(config.model.stages(config.parallel.pp * config.parallel.vpp)),

@@ -21,13 +21,17 @@ from megatron_palimpsa.model.norm import RMSNorm
 from megatron_palimpsa.model.stack import MixerLayer, PalimpsaStack
 
 
-def hybrid_stack_spec(options: MixerOptions, recompute_cheap: bool = False) -> ModuleSpec:
-    """Spec of a HybridModel's stack; the arguments are those of `PalimpsaStack`."""
+def hybrid_stack_spec(
+    options: MixerOptions, recompute_cheap: bool = False, rope_theta: float | None = None
+) -> ModuleSpec:
+    """Spec of a HybridModel's stack; the arguments are those of `PalimpsaStack` and `CoreAttention`."""
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear, core_attention=CoreAttention, linear_proj=RowParallelLinear
+            linear_qkv=ColumnParallelLinear,
+            core_attention=ModuleSpec(module=CoreAttention, params={"rope_theta": rope_theta}),
+            linear_proj=RowParallelLinear,
         ),
     )
     mlp = partial(

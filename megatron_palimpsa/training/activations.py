@@ -44,6 +44,8 @@ class Shapes:
     """Query channels."""
     attention_heads: int
     attention_keys: int
+    rotates: bool
+    """Whether queries and keys get a rotary embedding."""
     ffn: int
     size: int
     """Bytes of a number in the model's dtype."""
@@ -77,6 +79,7 @@ def shapes_of(config: StageConfig) -> Shapes:
         attention=model.hidden_size // tp,
         attention_heads=heads_of_attention // tp,
         attention_keys=model.hidden_size * groups_of_attention // heads_of_attention // tp,
+        rotates=model.rope_theta is not None,
         ffn=(model.ffn_hidden_size or 0) // tp,
         size=size,
         residual_size=4 if model.fp32_residual else size,
@@ -126,6 +129,9 @@ def _everything(shapes: Shapes, symbol: str) -> int:
             return n.tokens * (around + n.size * 5 * n.ffn)
         # Queries, keys and values together, queries once more, the output by document and whole, log-sum-exp.
         inside = n.size * (4 * n.attention + 2 * n.attention_keys) + 4 * n.attention_heads
+        if n.rotates:
+            # The keys once more, and in fp32 the cosines and sines of a head's pairs of channels.
+            inside += n.size * n.attention_keys + 4 * n.attention // n.attention_heads
         return n.tokens * (around + inside)
     # The norm's input and its root mean square; its output, gathered where the stream is split.
     around = n.size * (n.stream + n.hidden) + 4

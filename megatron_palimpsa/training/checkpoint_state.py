@@ -50,6 +50,8 @@ def fingerprint(model: ModelConfig) -> dict[str, Any]:
     if "*" in model.layers:
         settings["num_attention_heads"] = model.num_attention_heads
         settings["num_query_groups"] = model.num_query_groups or model.num_attention_heads
+        if model.rope_theta is not None:
+            settings["rope_theta"] = model.rope_theta
     if "-" in model.layers:
         settings["ffn_hidden_size"] = model.ffn_hidden_size
     return settings

@@ -38,7 +38,13 @@ ROWS: dict[str, list[int]] = {
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "one group": {"pattern": "PM*-MP"},
     # Convolutions that look back over most of a part.
-    "two groups, wide convolutions": {"pattern": "P*M", "ngroups": 2, "d_conv": 8, "tie_embeddings": False},
+    "two groups, wide convolutions": {
+        "pattern": "P*M",
+        "ngroups": 2,
+        "d_conv": 8,
+        "tie_embeddings": False,
+        "rope_theta": 100.0,
+    },
     "a head's own keys": {"pattern": "Q-LQ"},
 }
 FLOOR = 1e-7

@@ -103,6 +103,37 @@ def mix_document_d(w: Weights, inputs: list[Tensor], model: ModelConfig, importa
     return outputs
 
 
+def rotate(x: Tensor, place: int, theta: float) -> Tensor:
+    """Pairs (i, i + D / 2) as complex numbers, turned."""
+    half = len(x) // 2
+    turn = torch.polar(
+        torch.ones(half, dtype=torch.float64), place * theta ** (-2 * torch.arange(half) / len(x)).double()
+    )
+    turned = torch.complex(x[:half], x[half:]) * turn
+    return torch.cat([turned.real, turned.imag])
+
+
+def attend_document(w: Weights, inputs: list[Tensor], model: ModelConfig) -> list[Tensor]:
+    """One document through one attention layer; each group's rows are its heads' queries, its key and its value."""
+    heads = model.num_attention_heads or 1
+    groups, D = model.num_query_groups or heads, model.hidden_size // heads
+    seen: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(groups)]
+    outputs = []
+    for place, u in enumerate(inputs):
+        out = []
+        for group, rows in enumerate((w["linear_qkv.weight"] @ u).chunk(groups)):
+            *queries, key, value = rows.split(D)
+            if model.rope_theta is not None:
+                *queries, key = (rotate(x, place, model.rope_theta) for x in (*queries, key))
+            seen[group].append((key, value))
+            for query in queries:
+                scores = torch.stack([query @ k / math.sqrt(D) for k, _ in seen[group]])
+                weights = torch.exp(scores - scores.max())
+                out.append(sum(a * v for a, (_, v) in zip(weights, seen[group], strict=True)) / weights.sum())
+        outputs.append(w["linear_proj.weight"] @ torch.cat(out))
+    return outputs
+
+
 def gated_mlp(w: Weights, inputs: list[Tensor]) -> list[Tensor]:
     """The tokens through one gated MLP; gate and up projection lie behind one another."""
     projected = [w["linear_fc1.weight"] @ u for u in inputs]
@@ -110,16 +141,20 @@ def gated_mlp(w: Weights, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def hidden_states(weights: Weights, model: ModelConfig, document: list[int]) -> list[Tensor]:
-    """The residual stream of one document behind all layers (not `*`)."""
+    """The residual stream of one document behind all layers."""
     stream = [weights["embedding.word_embeddings.weight"][token] for token in document]
     for layer, symbol in enumerate(model.layers):
         prefix = f"decoder.layers.{layer}."
         own = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
-        inside = {name.partition(".")[2]: w for name, w in own.items() if name.startswith(("mixer.", "mlp."))}
-        norm = own["pre_mlp_layernorm.weight" if symbol == "-" else "norm.weight"]
-        normed = [rms_norm(h, norm, model.norm_eps) for h in stream]
+        module, norm = {"-": ("mlp.", "pre_mlp_layernorm"), "*": ("self_attention.", "input_layernorm")}.get(
+            symbol, ("mixer.", "norm")
+        )
+        inside = {name.removeprefix(module): w for name, w in own.items() if name.startswith(module)}
+        normed = [rms_norm(h, own[f"{norm}.weight"], model.norm_eps) for h in stream]
         if symbol == "-":
             mixed = gated_mlp(inside, normed)
+        elif symbol == "*":
+            mixed = attend_document(inside, normed, model)
         else:
             mix = mix_document if symbol in "PM" else mix_document_d
             mixed = mix(inside, normed, model, importance=symbol in "PQ")

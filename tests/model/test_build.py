@@ -25,6 +25,7 @@ FP32_PARAMETERS = {"A_log", "D", "dt_bias", "b_scale", "prior_log"}
         {"pattern": "P", "ngroups": 2, "norm_groups": 1, "tie_embeddings": False},
         {"pattern": "MP", "ngroups": 4, "norm_groups": 2, "d_conv": 3},
         {"pattern": "Q-", "train_prior": True, "headdim": 16},
+        {"pattern": "*-*-", "rope_theta": 100.0},
         {"pattern": "LQ", "d_state": 6, "d_conv": 3, "tie_embeddings": False},
     ],
 )

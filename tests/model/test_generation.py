@@ -23,6 +23,8 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [7], [2, 7, 1, 8], [60, 0, 60, 0, 
 
 def sharp_model(precision="fp32", **model_settings):
     """Weights larger than the initial ones, so that the logits differ clearly."""
+    if "*" in model_settings["pattern"]:
+        model_settings["rope_theta"] = 100.0
     config = tiny_stage(model=model_settings, train={"precision": precision})
     model = build_model(config)
     randomise(model, scale=0.3 if precision == "fp32" else 0.1)

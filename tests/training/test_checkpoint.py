@@ -148,6 +148,7 @@ def test_what_does_not_change_the_function_is_not_asked_for() -> None:
     same = tiny_stage(model={"seq_length": 16, "pattern": "MP*|-P", "norm_groups": 1, "vocab_size": 64}).model
     assert fingerprint(base) == fingerprint(same)
     assert fingerprint(base) != fingerprint(tiny_stage(model={"norm_eps": 1e-6}).model)
+    assert fingerprint(base) != fingerprint(tiny_stage(model={"rope_theta": 1e4}).model)
 
 
 def test_newer_format_is_refused(tmp_path: Path) -> None:

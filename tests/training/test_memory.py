@@ -23,6 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "own keys, fp32": {"model": {"pattern": "LQ"}, "train": {"precision": "fp32"}},
     "own keys, selective": {"model": {"pattern": "QL"}, "train": {"recompute": "selective"}},
     "fp32": {"model": {"pattern": "MP"}, "train": {"precision": "fp32"}},
+    "rotary": {"model": {"pattern": "*-", "rope_theta": 10000.0}, "train": {"recompute": "selective"}},
     "bf16 residual stream": {"model": {"pattern": "MMM", "fp32_residual": False}},
     "selective": {"train": {"recompute": "selective"}},
     "full": {"train": {"recompute": "full"}},
