@@ -18,6 +18,7 @@ from palimpsa_data import tokenizers
 from megatron_palimpsa import cli
 from megatron_palimpsa.commands import generate
 from megatron_palimpsa.convert.mamba2 import convert
+from megatron_palimpsa.export.write import export
 from megatron_palimpsa.inference import text
 from megatron_palimpsa.model import generation
 
@@ -27,13 +28,14 @@ COUNT = 12
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`base`, a stage; `continuations.json`, the source implementation's greedy texts of PROMPTS."""
+    """`base`, a stage, and its export; `continuations.json`, the source implementation's greedy texts of PROMPTS."""
     folder = tmp_path_factory.mktemp("generate")
     theirs = random_mamba2(n_groups=2, vocab_size=312, tie_word_embeddings=False)
     theirs.save_pretrained(folder / "source")
     words = ["def return f(x) for in if else  \n" * 20, "hello world and others " * 30]
     (folder / "source" / "tokenizer.json").write_bytes(tokenizers.train_json(words * 10, 310))
     convert(str(folder / "source"), folder / "base")
+    export(folder / "base", folder / "exported", "fp32")
     tokenizer = tokenizers.load(folder / "source" / "tokenizer.json")
     texts = []
     for prompt in PROMPTS:
@@ -58,9 +60,13 @@ def called(*arguments: object, precision: str = "fp32") -> int:
 
 def test_one_prompt_is_continued_as_by_the_source_and_speed_and_state_are_said(folder, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPTS[2]))
-    for row, arguments in enumerate(
-        ([folder / "base", PROMPTS[0]], [folder / "base" / "checkpoints" / "step-0", PROMPTS[1]], [folder / "base"])
-    ):
+    sources = (
+        [folder / "base", PROMPTS[0]],
+        [folder / "base" / "checkpoints" / "step-0", PROMPTS[1]],
+        # The prompt comes from standard input.
+        [folder / "exported"],
+    )
+    for row, arguments in enumerate(sources):
         assert called(*arguments, "--max-new-tokens", COUNT) == 0
         captured = capsys.readouterr()
         assert captured.out == expected(folder)[row] + "\n"
@@ -205,7 +211,7 @@ def damaged(folder: Path) -> Path:
         (["base", "abc", "--tokenizer", "none.json"], "cannot read the tokenizer"),
         (["base", "  ", "--tokenizer", "larger.json"], "ids outside of the model's vocabulary of 312"),
         (["missing", "abc"], "missing"),
-        (["source", "abc"], "source"),
+        (["source", "abc"], "source: holds no stage"),
         (["no-checkpoint", "abc"], "holds no intact checkpoint"),
         (["torn", "abc"], "holds no intact checkpoint"),
         (["torn/checkpoints/step-0", "abc"], "is damaged"),

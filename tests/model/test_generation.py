@@ -88,7 +88,7 @@ def test_a_bf16_model_decodes_as_it_computes_the_whole():
     assert [state.dtype for state in memory] == [torch.float32, torch.float32]
 
 
-@pytest.mark.parametrize("pattern", ["PM*-PM*-", "P-P", "MM", "*-*"])
+@pytest.mark.parametrize("pattern", ["PM*-PM*-", "P-P", "MM", "*-*", "QL"])
 @pytest.mark.usefixtures("chunks_of_four")
 def test_cached_greedy_ids_are_those_of_whole_forward_passes_alone_and_in_a_batch(pattern):
     _, model = sharp_model(pattern=pattern, ngroups=2)
