@@ -39,7 +39,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         metavar="M",
         help="begin no epoch that would end later than so many minutes from now (exit code 75 where runs are left)",
     )
-    parser.add_argument("--report", action="store_true", help="train nothing, write the report of what there is")
+    parser.add_argument("--report", action="store_true", help="train nothing, write the report of what is there")
     parser.add_argument("--worker-of", type=count, help=argparse.SUPPRESS)
     parser.set_defaults(command=_mqar)
 
@@ -57,10 +57,14 @@ def _minutes(text: str) -> float:
 def _mqar(options: argparse.Namespace) -> int:
     from palimpsa_launch.recipes import find_recipes
 
+    from megatron_palimpsa import launcher
     from megatron_palimpsa.commands.submit import split_recipes
+    from megatron_palimpsa.config import ConfigError
     from megatron_palimpsa.experiments.mqar.config import load_sweep
     from megatron_palimpsa.experiments.mqar.sweep import sweep
 
+    if launcher.world_size() > 1:
+        raise ConfigError("the environment says WORLD_SIZE: mqar is not for torchrun, --jobs N starts its processes")
     names, overrides = split_recipes(options)
     configs = [load_sweep(recipe, overrides) for recipe in find_recipes(names)]
     code = 0
@@ -72,5 +76,5 @@ def _mqar(options: argparse.Namespace) -> int:
     if options.worker_of is None:
         from megatron_palimpsa.experiments.mqar.report import build
 
-        build(configs)
+        build(configs[0].output_dir)
     return code

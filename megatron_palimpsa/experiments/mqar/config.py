@@ -92,11 +92,6 @@ class SweepConfig:
     def folder(self) -> Path:
         return Path(self.output_dir) / self.name
 
-    @property
-    def title(self) -> str:
-        """As pictures and tables call the model."""
-        return self.name
-
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> SweepConfig:
     """Read a recipe with its bases, apply `section.key=value` overrides, check everything.

@@ -1,12 +1,11 @@
-"""`build`: table, CSV and pictures of all runs in the sweeps' folders."""
+"""`build`: table, CSV and pictures of all sweeps in a folder."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_palimpsa.experiments.mqar import summary
-from megatron_palimpsa.experiments.mqar.config import SweepConfig
+from megatron_palimpsa.experiments.mqar.folders import sweeps_in
 
 _TEXT = """# MQAR
 
@@ -27,19 +26,19 @@ seeds, shaded from the lowest to the highest; behind a lesson that ended early t
 """
 
 
-def build(configs: Sequence[SweepConfig]) -> Path | None:
-    """Write `OUTPUT_DIR/report` and print its table; -> report.md, None where no epoch is trained yet.
+def build(output_dir: str) -> Path | None:
+    """Write `OUTPUT_DIR/report` of all sweeps there and print its table; -> report.md, None without any epoch.
 
     Raises:
-        ConfigError: a run's files are damaged.
+        ConfigError: a sweep's or a run's files are damaged.
     """
-    runs = [item for config in configs for item in summary.read_runs(config)]
+    runs = [item for config in sweeps_in(output_dir) for item in summary.read_runs(config)]
     if not runs:
         print("No epoch is trained yet: no report.")
         return None
     from megatron_palimpsa.experiments.mqar import pictures
 
-    output = Path(configs[0].output_dir) / "report"
+    output = Path(output_dir) / "report"
     output.mkdir(exist_ok=True)
     rows = summary.accuracies(runs)
     summary.write_accuracy_csv(runs, output / "accuracy.csv")

@@ -1,26 +1,22 @@
 """The runs of one or several sweeps, one after the other; any number of processes may work on the same folders.
 
-Each process takes the next run that is neither finished nor held by another. Runs this small leave a GPU waiting for
-the host, and processes that share one fill it without any change to the model: each has its own interpreter to launch
-kernels from. (Heads of several runs in one scan, or models stacked under `vmap`, would need kernels and layers of
-their own; streams of one process share its interpreter, which is what there is too little of.)
+Each process takes the next run that is neither finished nor held by another. A step of a run this small is some hundred
+short kernels, whose launches the GPU waits for: processes that share it have an interpreter each to launch from, and
+the model stays as it is. Streams of one process would share its interpreter; heads of several runs in one scan, or
+models stacked under `vmap`, would need layers and kernels of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import yaml
-
-from megatron_palimpsa.config import ConfigError, read_as, read_tree
-from megatron_palimpsa.experiments.mqar.config import Lesson, SweepConfig, settings
+from megatron_palimpsa.experiments.mqar.config import Lesson, SweepConfig
+from megatron_palimpsa.experiments.mqar.folders import claim_folders
 from megatron_palimpsa.experiments.mqar.records import (
     Record,
     Run,
@@ -35,59 +31,6 @@ from megatron_palimpsa.training.console import clock, short_count
 from megatron_palimpsa.training.exit_codes import ExitCode
 
 logger = logging.getLogger(__name__)
-
-_SETTINGS = "settings.yaml"
-
-
-def claim_folders(configs: Sequence[SweepConfig]) -> None:
-    """Make each sweep's folder with its settings, or see that those in it are the same.
-
-    Raises:
-        ConfigError: the sweeps do not have one `output_dir` and a name each; a folder holds runs with other settings.
-    """
-    places = list(dict.fromkeys(config.output_dir for config in configs))
-    if len(places) > 1:
-        raise ConfigError(f"the recipes write to different folders: {', '.join(places)}; give them one output_dir")
-    names = [config.name for config in configs]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"two recipes have one folder: their names are {', '.join(names)}")
-    for config in configs:
-        _check_settings(config)
-    for config in configs:
-        file = config.folder / _SETTINGS
-        if not file.exists():
-            config.folder.mkdir(parents=True, exist_ok=True)
-            temporary = file.with_name(f".settings.{os.getpid()}.tmp")
-            temporary.write_text(yaml.safe_dump(settings(config), sort_keys=False))
-            temporary.replace(file)
-
-
-def _check_settings(config: SweepConfig) -> None:
-    file = config.folder / _SETTINGS
-    if not file.exists():
-        return
-    # What was not a setting yet when the folder was made has its default.
-    free = {"output_dir": config.output_dir, "sweep": dataclasses.asdict(config.sweep)}  # type: ignore[call-overload]
-    before = _flat(settings(read_as(SweepConfig, {**read_tree(file), **free}, str(file))))
-    now = _flat(settings(config))
-    differing = [
-        f"{key}={now.get(key)!r} (there {before.get(key)!r})"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
-    ]
-    if differing:
-        raise ConfigError(
-            f"{config.folder} holds runs with other settings: {', '.join(differing)}; "
-            f"give the sweep another name or output_dir, or remove that folder to start anew"
-        )
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(value, tuple):
-        value = {str(index): item for index, item in enumerate(value)}
-    if not isinstance(value, dict):
-        return {prefix.removesuffix("."): value}
-    return {key: item for name, part in value.items() for key, item in _flat(part, f"{prefix}{name}.").items()}
 
 
 def in_turn(configs: Sequence[SweepConfig]) -> list[Run]:

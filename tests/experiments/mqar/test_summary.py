@@ -15,6 +15,7 @@ from palimpsa_launch import stages
 
 from megatron_palimpsa.experiments.mqar import pictures, report, summary
 from megatron_palimpsa.experiments.mqar.config import SweepConfig, load_sweep
+from megatron_palimpsa.experiments.mqar.folders import claim_folders
 from megatron_palimpsa.experiments.mqar.records import Run
 
 LENGTHS = ((0, 8, 2, 3), (1, 16, 3, 2))
@@ -53,7 +54,8 @@ def configs(tmp_path: Path) -> list[SweepConfig]:
 
 
 def write(run: Run, records: list[dict[str, Any]]) -> None:
-    run.folder.mkdir(parents=True)
+    claim_folders([run.config])
+    run.folder.mkdir()
     run.result.write_text(json.dumps({"records": records}))
 
 
@@ -75,7 +77,8 @@ def test_each_seed_counts_with_the_learning_rate_that_is_best_for_it(configs: li
 
 
 def test_files_hold_every_run(configs: list[SweepConfig], capsys: pytest.CaptureFixture[str]) -> None:
-    written = report.build(configs)
+    # Of every sweep in the folder, whichever was trained last.
+    written = report.build(configs[1].output_dir)
     assert written is not None
     assert "| a | 16 | 3 | 30.0 % |" in capsys.readouterr().out
     assert "| a | 16 | 3 | 30.0 % |" in written.read_text()
@@ -126,7 +129,7 @@ def test_pictures_show_the_numbers(configs: list[SweepConfig], monkeypatch: pyte
 
 
 def test_no_epoch_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.build([load_sweep(write_recipe(tmp_path))]) is None
+    assert report.build(load_sweep(write_recipe(tmp_path)).output_dir) is None
     assert "no report" in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
 

@@ -322,3 +322,12 @@ def test_two_recipes_of_one_name_or_of_two_places_are_refused(
     assert mqar(one, elsewhere) == 2
     assert "recipes write to different folders" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_launcher_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert mqar(write_recipe(tmp_path)) == 2
+    assert "mqar is not for torchrun" in capsys.readouterr().err
