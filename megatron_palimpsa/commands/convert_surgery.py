@@ -85,7 +85,7 @@ def _turn(options: argparse.Namespace, turn: Turn, seed: int | None) -> int:
     count, zero, importance = report["parameters"], report["importance_zero"], report["importance"]
     layers = ", ".join(map(str, report["layers"]))
     moments = "with Adam's moments" if report["moments"] else "without moments"
-    print(f"{options.output}: {report['pattern']['after']}, layers {layers} are {turn.after} now")
+    print(f"{options.output}: {report['pattern']['after']}, turned into {turn.after}: {layers}")
     print(f"{options.output}/{MODEL_SECTION} is for recipes, {REPORT} says what follows")
     print(
         f"parameters: {count['carried']:,} carried over {moments}, {count['new']:,} new, {count['dropped']:,} dropped"

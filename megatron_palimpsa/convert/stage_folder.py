@@ -94,6 +94,9 @@ def new_stage(output: Path) -> Iterator[RunFolder]:
             yield run
             (temporary / ".lock").unlink()
             temporary.rename(output)
+        except OSError as error:
+            error.filename = error.filename or str(temporary)
+            raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 

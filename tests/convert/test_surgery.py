@@ -351,7 +351,8 @@ def test_what_a_kill_left_is_replaced_and_a_full_disk_leaves_nothing(
         patch.setattr(stage_folder, "write_index", full)
         capsys.readouterr()
         assert convert("palimpsa", source, source.parent / "new", *ONE) == 1
-        assert capsys.readouterr().err.splitlines() == ["megatron-palimpsa: error: [Errno 28] No space left on device"]
+        expected = f"megatron-palimpsa: error: [Errno 28] No space left on device: '{left}'"
+        assert capsys.readouterr().err.splitlines() == [expected]
         assert list(source.parent.iterdir()) == [source]
     assert convert("palimpsa", source / "checkpoints" / "step-3", source.parent / "new", *ONE) == 0
     assert {path.name for path in (source.parent / "new").iterdir()} == {
