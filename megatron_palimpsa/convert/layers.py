@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_palimpsa.config import LAYER_SYMBOLS, ConfigError, ModelConfig, read_as, read_tree
+from megatron_palimpsa.config import IMPORTANCE_SYMBOLS, LAYER_SYMBOLS, ConfigError, ModelConfig, read_as, read_tree
 from megatron_palimpsa.training.checkpoint_state import fingerprint
 
 MAMBA2, PALIMPSA = "M", "P"
@@ -103,4 +103,5 @@ def changed(before: ModelConfig, after: ModelConfig) -> list[int]:
 def _of_weights(model: ModelConfig) -> dict[str, Any]:
     """The settings that kept weights and moments depend on."""
     settings = {name: value for name, value in fingerprint(model).items() if name != "pattern"}
-    return settings | ({"train_prior": model.train_prior} if PALIMPSA in model.layers else {})
+    has_priors = not IMPORTANCE_SYMBOLS.isdisjoint(model.layers)
+    return settings | ({"train_prior": model.train_prior} if has_priors else {})

@@ -32,7 +32,7 @@ from megatron_palimpsa.model.naming import global_parameters
 from megatron_palimpsa.training import checkpoint_files as files
 from megatron_palimpsa.training.checkpoint_format import write_index, write_rank_file
 
-BEFORE, AFTER = "M*MP-M", "P*MP-P"
+BEFORE, AFTER = "M*MP-MQ", "P*MP-PQ"
 GEOMETRY = {"pattern": BEFORE, "vocab_size": 320, "init_std": 0.1}
 NEW = {
     f"decoder.layers.{layer}.mixer.{name}": shape
@@ -176,9 +176,9 @@ def test_without_importance_logits_are_those_of_mamba2_and_the_report_is_true(
     monkeypatch.setattr(palimpsa_kernels.mixing, "chunk_palimpsa", counted)
     assert convert("palimpsa", runs / "trained", tmp_path / "new", "--layers", "1,6", "--text", text) == 0
     monkeypatch.undo()
-    # Of each turned layer once as it is and once without importance; of the layer that was P already as it is.
-    assert rows == [1, 1, 2, 2, 1, 1]
-    assert [beta > 0 for beta in betas] == [True, False, True, True, True, False]
+    # Of each turned layer once as it is and once without importance; of the layers that had it already as they are.
+    assert rows == [1, 1, 2, 2, 1, 1, 2, 2]
+    assert [beta > 0 for beta in betas] == [True, False, True, True, True, False, True, True]
     found = report(tmp_path / "new")
     with opened(tmp_path / "new") as it:
         assert it.tokenizer is not None
@@ -261,15 +261,15 @@ ONE = ("--layers", "1")
 @pytest.mark.parametrize(
     ("damage", "options", "message"),
     [
-        (nothing, ("--layers", "0"), "'0' is none of the layers 1 to 6"),
-        (nothing, ("--layers", "1,7"), "'7' is none of the layers 1 to 6"),
-        (nothing, ("--layers", "1,a"), "'a' is none of the layers 1 to 6"),
+        (nothing, ("--layers", "0"), "'0' is none of the layers 1 to 7"),
+        (nothing, ("--layers", "1,8"), "'8' is none of the layers 1 to 7"),
+        (nothing, ("--layers", "1,a"), "'a' is none of the layers 1 to 7"),
         (nothing, ("--layers", "1,2"), "layer 2 is * (attention) in the stage: only M (Mamba2) can become P"),
         (nothing, ("--layers", "4"), "layer 4 is P (Palimpsa-M) in the stage: only M (Mamba2) can become P"),
-        (nothing, ("--pattern", "P*MP-"), "model.pattern='P*MP-' has 5 layers, the stage has 6"),
+        (nothing, ("--pattern", "P*MP-"), "model.pattern='P*MP-' has 5 layers, the stage has 7"),
         (nothing, ("--pattern", BEFORE), f"no layer of the stage's pattern '{BEFORE}' would become P"),
-        (nothing, ("--pattern", "P*MM-M"), "layer 4 is P (Palimpsa-M) in the stage: only M (Mamba2) can become P"),
-        (nothing, ("--pattern", "*PMP-M"), "layer 1, M in the stage, can become P and not *"),
+        (nothing, ("--pattern", "P*MM-MQ"), "layer 4 is P (Palimpsa-M) in the stage: only M (Mamba2) can become P"),
+        (nothing, ("--pattern", "*PMP-MQ"), "layer 1, M in the stage, can become P and not *"),
         (nothing, ("--pattern", "none.yaml"), "cannot read the configuration none.yaml"),
         (nothing, (*ONE, "--beta-rank", "8"), "model.beta_rank=8: the stage's weights were made with 4"),
         (nothing, (*ONE, "--seed", "-1"), "seed=-1"),
@@ -382,7 +382,7 @@ def test_without_a_tokenizer_and_without_moments(source: Path, tmp_path: Path) -
     config.write_text(config.read_text().replace(load_stage(config).data.tokenizer, "''"))
     rewrite_state(optimizer_steps=0)(source)
     change_tensors(lambda found: [found.pop(name) for name in list(found) if name.startswith("optimizer.")])(source)
-    (source / "pattern.yaml").write_text("model: {pattern: P*MP-P}")
+    (source / "pattern.yaml").write_text("model: {pattern: P*MP-PQ}")
     assert convert("palimpsa", source, source.parent / "new", "--pattern", source / "pattern.yaml") == 0
     found = report(source.parent / "new")
     assert (found["sample"], found["moments"]) == ({"of": "random ids", "tokens": 512}, False)
