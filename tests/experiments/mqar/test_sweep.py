@@ -17,6 +17,7 @@ from helpers.runs import run_ranks
 from safetensors.torch import load_file
 
 from megatron_palimpsa import cli
+from megatron_palimpsa.experiments.mqar import report
 from megatron_palimpsa.experiments.mqar import run as run_module
 from megatron_palimpsa.experiments.mqar.config import load_sweep
 from megatron_palimpsa.experiments.mqar.examples import Examples, Shape, make_examples, train_seed
@@ -58,6 +59,7 @@ def kept_checkpoints(monkeypatch: pytest.MonkeyPatch) -> Callable[[Run], Path]:
     return lambda run: run.folder / "last.safetensors"
 
 
+@pytest.mark.usefixtures("no_report")
 def test_a_sweep_cut_anywhere_ends_with_the_bits_of_an_unbroken_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_checkpoints: Callable[[Run], Path]
 ) -> None:
@@ -148,8 +150,7 @@ def test_another_setting_is_refused_and_more_runs_may_join(
     settings.write_text(yaml.safe_dump(older))
     assert mqar(recipe, "sweep.seeds=[0,1]", "sweep.lrs=[0.01,0.02]") == 0
     assert trained == ["0.01 0", "0.02 0", "0.01 1", "0.02 1"]
-    report = (tmp_path / "runs" / "report" / "report.md").read_text()
-    assert "| tiny | 16 | 3 |" in report
+    assert "| tiny | 16 | 3 |" in (tmp_path / "runs" / "report" / "report.md").read_text()
     assert (tmp_path / "runs" / "report" / "accuracy.png").stat().st_size > 1000
 
 
@@ -183,7 +184,13 @@ class _NoTraining:
 
 
 @pytest.fixture
-def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures take longer than tiny runs."""
+    monkeypatch.setattr(report, "build", lambda output_dir: None)
+
+
+@pytest.fixture
+def no_training(monkeypatch: pytest.MonkeyPatch, no_report: None) -> None:
     monkeypatch.setattr(run_module, "Learner", _NoTraining)
     monkeypatch.setattr(_NoTraining, "seen", [])
     monkeypatch.setattr(_NoTraining, "batches", [])
