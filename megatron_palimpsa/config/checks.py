@@ -28,6 +28,12 @@ def check_stage(config: StageConfig, world_size: int = 1) -> None:
         _divides("model.norm_groups", model.norm_groups, "d_inner (expand * hidden_size)", model.d_inner)
     _divides("parallel.tp", parallel.tp, "the number of heads (expand * hidden_size / headdim)", model.nheads)
     _divides("parallel.tp", parallel.tp, "the padded vocabulary", model.padded_vocab_size)
+    if "G" in model.layers:
+        for key, ranks in (("tp", parallel.tp), ("cp", parallel.cp)):
+            if ranks > 1:
+                raise ConfigError(
+                    f"parallel.{key}={ranks} is not for Gated DeltaNet layers (G), which are Megatron's; set 1"
+                )
     if "*" in model.layers:
         _check_attention(model, parallel.tp)
     elif model.rope_theta is not None:

@@ -25,6 +25,7 @@ LAYER_SYMBOLS = {
     "M": "Mamba2",
     "Q": "Palimpsa-D",
     "L": "Palimpsa-D without importance",
+    "G": "Gated DeltaNet",
     "*": "attention",
     "-": "MLP",
 }
@@ -38,13 +39,13 @@ IMPORTANCE_SYMBOLS = frozenset("PQ")
 class ModelConfig:
     """Geometry and initialisation.
 
-    The names follow Mamba2's: `d_state` is K, `headdim` is V of palimpsa_kernels. So they do in Q and L layers, whose
-    expand_v in the paper is V / K, with expand * hidden_size / headdim heads of K + K + V channels each.
+    The names follow Mamba2's: `d_state` is K, `headdim` is V of palimpsa_kernels, and there are expand * hidden_size /
+    headdim heads. In Q, L and G layers each has K channels of queries and of keys; elsewhere V / K is called expand_v.
     """
 
     pattern: Annotated[str, Field(min_length=1)]
-    """One letter a layer: P Palimpsa-M, M Mamba2, Q Palimpsa-D, L the same without importance, * attention, - MLP; `|`
-    marks the borders of the pp * vpp stages."""
+    """One letter a layer: P Palimpsa-M, M Mamba2, Q Palimpsa-D, L the same without importance, G Gated DeltaNet,
+    * attention, - MLP; `|` marks the borders of the pp * vpp stages."""
     hidden_size: Positive
     vocab_size: Count
     """Ids the tokenizer may give; the embedding is padded up to a multiple of `vocab_multiple`."""
@@ -54,7 +55,7 @@ class ModelConfig:
     headdim: Positive = 64
     expand: Positive = 2
     ngroups: Positive = 1
-    """Groups of heads that share keys and queries, of P and M layers; in Q and L layers each head has its own."""
+    """Groups of heads that share keys and queries, of P and M layers; in Q, L and G layers each head has its own."""
     d_conv: Annotated[int, Field(ge=2)] = 4
     norm_groups: Positive | None = None
     """Groups of the gated RMSNorm of P and M layers; None follows `ngroups` (state-spaces, Hugging Face, Megatron)."""

@@ -6,6 +6,7 @@ of the residual stream, d of the mixer in H heads, G groups of keys, K state cha
 
     M   2 h (2 d + 2 G K + H) + 2 d h + 2 W (d + 2 G K) + 5 d K     the recurrence of arXiv 2405.21060
     L   2 h (2 d + 2 H K + 2 H) + 2 d h + 2 W (d + 2 H K) + 5 d K   each head has keys and queries, arXiv 2602.09075
+    G   L's + 2 d K                                                 what a key reads is taken back, arXiv 2412.06464
     P   M's, Q is L's, + 2 r (h + d) + 5 d K                        rank r of beta, the second state
     *   2 h (2 h + 2 h Q / A) + 4 h (T + 1) / 2                     A query heads in Q groups over T tokens
     -   6 h f                                                       gated, f wide
@@ -25,6 +26,7 @@ def forward_flops_per_token(model: ModelConfig) -> float:
         "P": _mamba2(model) + importance_flops_per_token(model),
         "L": _palimpsa_d(model),
         "Q": _palimpsa_d(model) + importance_flops_per_token(model),
+        "G": _palimpsa_d(model) + 2 * model.d_inner * model.d_state,
         "*": _attention(model),
         "-": _mlp(model),
     }

@@ -112,9 +112,10 @@ def check_args(args: argparse.Namespace) -> None:
     pattern = args.hybrid_layer_pattern
     if not pattern:
         raise ConfigError("--hybrid-layer-pattern is missing: one letter a layer, P for Palimpsa-M")
-    unknown = sorted(set(pattern) - set(LAYER_SYMBOLS) - {"|"})
+    symbols = {symbol: meaning for symbol, meaning in LAYER_SYMBOLS.items() if symbol != "G"}
+    unknown = sorted(set(pattern) - set(symbols) - {"|"})
     if unknown:
-        allowed = ", ".join(f"{symbol} ({meaning})" for symbol, meaning in LAYER_SYMBOLS.items())
+        allowed = ", ".join(f"{symbol} ({meaning})" for symbol, meaning in symbols.items())
         raise ConfigError(f"--hybrid-layer-pattern {pattern}: {unknown[0]!r} has no layer here; there are {allowed}")
     if args.spec != SPEC:
         raise ConfigError(

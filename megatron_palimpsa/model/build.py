@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
 from palimpsa_kernels.dispatch import check_setting
 from torch import Tensor, nn
 
@@ -43,6 +44,11 @@ def transformer_config(config: StageConfig) -> TransformerConfig:
         mamba_head_dim=model.headdim,
         mamba_num_groups=model.ngroups,
         mamba_num_heads=model.nheads,
+        linear_conv_kernel_dim=model.d_conv,
+        linear_key_head_dim=model.d_state,
+        linear_value_head_dim=model.headdim,
+        linear_num_key_heads=model.nheads,
+        linear_num_value_heads=model.nheads,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
         gated_linear_unit=True,
@@ -92,6 +98,16 @@ def mixer_options(model: ModelConfig) -> MixerOptions:
     )
 
 
+def _gated_delta_net(model: ModelConfig) -> dict[str, ModuleSpec]:
+    """What the stack's spec is told of `G` layers; their kernels' package is imported for them alone."""
+    if "G" not in model.layers:
+        return {}
+    from megatron_palimpsa.model.gated_delta_net import gated_delta_net_layer, require_kernels
+
+    require_kernels()
+    return {"gdn_layer": gated_delta_net_layer()}
+
+
 def build_model(
     config: StageConfig,
     *,
@@ -114,7 +130,7 @@ def build_model(
         `config.train`, but for those marked `keep_fp32`. Its `model_config` is `config.model`.
 
     Raises:
-        ConfigError: the environment asks for kernels that are not there.
+        ConfigError: the environment or the pattern asks for kernels that are not there.
     """
     try:
         check_setting()
@@ -130,6 +146,7 @@ def build_model(
                 mixer_options(config.model),
                 recompute_cheap=config.train.recompute == "selective",
                 rope_theta=config.model.rope_theta,
+                **_gated_delta_net(config.model),
             ),
             vocab_size=config.model.padded_vocab_size,
             max_sequence_length=config.model.seq_length,

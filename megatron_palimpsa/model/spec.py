@@ -11,6 +11,7 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -22,9 +23,12 @@ from megatron_palimpsa.model.stack import MixerLayer, PalimpsaStack
 
 
 def hybrid_stack_spec(
-    options: MixerOptions, recompute_cheap: bool = False, rope_theta: float | None = None
+    options: MixerOptions,
+    recompute_cheap: bool = False,
+    rope_theta: float | None = None,
+    gdn_layer: ModuleSpec | type = IdentityOp,
 ) -> ModuleSpec:
-    """Spec of a HybridModel's stack; the arguments are those of `PalimpsaStack` and `CoreAttention`."""
+    """Spec of a HybridModel's stack; arguments as of `PalimpsaStack` and `CoreAttention`, and what stands for `G`."""
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -52,6 +56,7 @@ def hybrid_stack_spec(
                     input_layernorm=RMSNorm, self_attention=attention, self_attn_bda=get_bias_dropout_add
                 ),
             ),
+            gdn_layer=gdn_layer,
             mlp_layer=ModuleSpec(
                 module=MLPLayer,
                 submodules=TransformerLayerSubmodules(pre_mlp_layernorm=RMSNorm, mlp=mlp, mlp_bda=get_bias_dropout_add),

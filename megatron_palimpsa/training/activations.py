@@ -113,7 +113,7 @@ def _cheap(n: Shapes, symbol: str) -> int:
     """What selective recomputation drops: the norms' and convolutions' outputs, beta before its sigmoid."""
     if symbol in "*-":
         return n.tokens * n.size * n.stream
-    if symbol in "QL":
+    if symbol in "QLG":
         return n.tokens * n.size * (n.hidden + _dropped_by_d(n))
     return n.tokens * n.size * (n.hidden + 2 * n.inner + 2 * n.keys + (n.inner if symbol == "P" else 0))
 
@@ -135,7 +135,7 @@ def _everything(shapes: Shapes, symbol: str) -> int:
         return n.tokens * (around + inside)
     # The norm's input and its root mean square; its output, gathered where the stream is split.
     around = n.size * (n.stream + n.hidden) + 4
-    if symbol in "QL":
+    if symbol in "QLG":
         return n.tokens * around + _inside_d(n, symbol)
     # z, x before and behind the convolution, y, the gated norm's output and its root mean square.
     inside = n.size * 5 * n.inner + 4
@@ -148,7 +148,7 @@ def _everything(shapes: Shapes, symbol: str) -> int:
 
 
 def _inside_d(n: Shapes, symbol: str) -> int:
-    """What Palimpsa-D keeps inside: its activations are PyTorch's, which take copies in fp32."""
+    """What Palimpsa-D keeps inside: its activations are PyTorch's, which take copies in fp32. G: about as L."""
     keys = n.heads * n.d_state
     # The gate before and behind its SiLU, v before the convolution, v*, y, its norm, their product; its mean square.
     inside = n.size * 7 * n.inner + 4 * n.heads
@@ -197,7 +197,7 @@ def backward(shapes: Shapes, symbol: str) -> int:
         return n.tokens * (around + n.size * 4 * n.attention)
     if symbol == "-":
         return n.tokens * (around + n.size * 4 * n.ffn)
-    if symbol in "QL":
+    if symbol in "QLG":
         return n.tokens * around + _backward_d(replace(n, keys=n.heads * n.d_state), symbol)
     inside = n.tokens * (around - n.size * 3 * n.inner)
     return inside + (_palimpsa_backward(n) if symbol == "P" else _ssd_backward(n))

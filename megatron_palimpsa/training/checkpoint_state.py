@@ -41,7 +41,7 @@ def fingerprint(model: ModelConfig) -> dict[str, Any]:
         "norm_eps": model.norm_eps,
     }
     symbols = set(model.layers)
-    if symbols & MIXER_SYMBOLS:
+    if symbols & (MIXER_SYMBOLS | {"G"}):
         settings |= {name: getattr(model, name) for name in ("d_state", "headdim", "expand", "d_conv")}
     if symbols & {"P", "M"}:
         settings |= {"ngroups": model.ngroups, "norm_groups": model.norm_groups or model.ngroups}

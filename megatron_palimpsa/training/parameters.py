@@ -14,6 +14,8 @@ def layer_parameters(model: ModelConfig, symbol: str, tp: int = 1) -> int:
         return hidden + (2 * hidden * hidden + 2 * hidden * groups * (hidden // attention_heads)) // tp
     if symbol == "-":
         return hidden + 3 * hidden * (model.ffn_hidden_size or 0) // tp
+    if symbol == "G":
+        return _gated_delta_net(model)
     plain = _palimpsa_d(model, heads) if symbol in "QL" else _mamba2(model, heads, tp)
     if symbol not in IMPORTANCE_SYMBOLS:
         return plain
@@ -27,6 +29,11 @@ def _mamba2(model: ModelConfig, heads: int, tp: int) -> int:
     convolved = inner + shared
     projections = hidden * (inner + convolved + heads) + inner * hidden
     return hidden + projections + convolved * (model.d_conv + 1) + 3 * heads + inner
+
+
+def _gated_delta_net(model: ModelConfig) -> int:
+    """Palimpsa-D's without D, with keys and queries as there."""
+    return _palimpsa_d(model, model.nheads) - model.nheads
 
 
 def _palimpsa_d(model: ModelConfig, heads: int) -> int:

@@ -78,7 +78,7 @@ def _unmeasured(model: ModelConfig, parallel: ParallelConfig) -> str:
     zero = parallel.deepspeed
     measured = parallel.engine == "megatron" or (zero.offload_parameters and parallel.replica_size == 1)
     unmeasured = [] if measured else ["with these settings of DeepSpeed"]
-    unmeasured += [f"of {symbol} layers" for symbol in "QL" if symbol in model.layers]
+    unmeasured += [f"of {symbol} layers" for symbol in "QLG" if symbol in model.layers]
     return f"; not measured {' and '.join(unmeasured)} yet" if unmeasured else ""
 
 

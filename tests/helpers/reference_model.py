@@ -103,6 +103,32 @@ def mix_document_d(w: Weights, inputs: list[Tensor], model: ModelConfig, importa
     return outputs
 
 
+def mix_document_g(w: Weights, inputs: list[Tensor], model: ModelConfig) -> list[Tensor]:
+    """One document through one Gated DeltaNet layer, M of a head [V, K]: what a key reads is replaced by beta."""
+    heads, K, V = model.nheads, model.d_state, model.headdim
+    sizes = [heads * K, heads * K, heads * V, heads * V, heads, heads]
+    M = [torch.zeros(V, K, dtype=torch.float64) for _ in range(heads)]
+    seen: list[Tensor] = []
+    outputs = []
+    for u in inputs:
+        projected = w["in_proj.weight"] @ u
+        *_, gate, beta, alpha = projected.split(sizes)
+        seen.append(projected[: sum(sizes[:3])])
+        q, k, v = convolve(seen, w["conv1d.weight"][:, 0]).split(sizes[:3])
+        q, k, v, gate = (x.reshape(heads, -1) for x in (q, k, v, silu(gate)))
+        decay = torch.exp(-torch.exp(w["A_log"]) * softplus(alpha + w["dt_bias"]))
+        beta = torch.sigmoid(beta)
+        out = []
+        for head in range(heads):
+            unit_q, unit_k = q[head] / q[head].norm(), k[head] / k[head].norm()
+            M[head] = decay[head] * M[head]
+            M[head] = M[head] + beta[head] * torch.outer(v[head] - M[head] @ unit_k, unit_k)
+            y = M[head] @ unit_q / math.sqrt(K)
+            out.append(rms_norm(y, w["out_norm.weight"], model.norm_eps) * gate[head])
+        outputs.append(w["out_proj.weight"] @ torch.cat(out))
+    return outputs
+
+
 def rotate(x: Tensor, place: int, theta: float) -> Tensor:
     """Pairs (i, i + D / 2) as complex numbers, turned."""
     half = len(x) // 2
@@ -146,15 +172,19 @@ def hidden_states(weights: Weights, model: ModelConfig, document: list[int]) -> 
     for layer, symbol in enumerate(model.layers):
         prefix = f"decoder.layers.{layer}."
         own = {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
-        module, norm = {"-": ("mlp.", "pre_mlp_layernorm"), "*": ("self_attention.", "input_layernorm")}.get(
-            symbol, ("mixer.", "norm")
-        )
+        module, norm = {
+            "-": ("mlp.", "pre_mlp_layernorm"),
+            "*": ("self_attention.", "input_layernorm"),
+            "G": ("self_attention.", "input_layernorm"),
+        }.get(symbol, ("mixer.", "norm"))
         inside = {name.removeprefix(module): w for name, w in own.items() if name.startswith(module)}
         normed = [rms_norm(h, own[f"{norm}.weight"], model.norm_eps) for h in stream]
         if symbol == "-":
             mixed = gated_mlp(inside, normed)
         elif symbol == "*":
             mixed = attend_document(inside, normed, model)
+        elif symbol == "G":
+            mixed = mix_document_g(inside, normed, model)
         else:
             mix = mix_document if symbol in "PM" else mix_document_d
             mixed = mix(inside, normed, model, importance=symbol in "PQ")

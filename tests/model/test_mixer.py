@@ -1,4 +1,4 @@
-"""The mixer: its Mamba2 limit and its share of B and C."""
+"""The mixers: their limits without importance, strong decay, decoding."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from helpers import reference_model
 from helpers.models import randomise
 from helpers.reference_model import relative_error
 from helpers.stages import random_batch, tiny_stage
+from megatron.core.inference.contexts import StaticInferenceContext
 from palimpsa_kernels import mixing
 
 from megatron_palimpsa.model import build_model, forward_loss
@@ -62,6 +65,24 @@ def test_a_prior_of_two_is_not_the_mamba2_limit():
         model.decoder.layers[0].mixer.prior_log.fill_(0.6931472)
         two = forward_loss(model, batch)
     assert relative_error(two, one) > 1e-3
+
+
+def test_decoding_equals_a_float64_model_written_token_by_token():
+    config = tiny_stage(model={"pattern": "Q-L", "headdim": 16})
+    model = build_model(config).eval()
+    randomise(model)
+    batch = random_batch(config, seed=4)
+    tokens, one_document = batch.tokens[:, :9], torch.tensor([0, 9])
+    weights = {name: p.detach().double() for name, p in global_parameters(model)}
+    expected = reference_model.losses(weights, config.model, tokens, batch.labels, one_document)
+    context = StaticInferenceContext(max_batch_size=1, max_sequence_length=9)
+    losses = []
+    for place in range(9):
+        with torch.no_grad():
+            logits = model(tokens[:, place : place + 1], None, None, inference_context=context)[0]
+        losses.append(F.cross_entropy(logits, batch.labels[0, place : place + 1]))
+        context.increment_sequence_len_offset(1)
+    assert relative_error(torch.stack(losses), expected) < 1e-6
 
 
 @pytest.mark.parametrize(
