@@ -85,11 +85,20 @@ def _item(entry: Any, where: str) -> Item:
     return made
 
 
+def require_room(scorer: Scorer) -> None:
+    """Raises ConfigError where too little is left of a prompt beside the answer for it to be one."""
+    if scorer.max_length is not None and scorer.max_length < 2 * _ANSWER_TOKENS:
+        raise ConfigError(
+            f"task {GENERATED}: of --max-length {scorer.max_length} tokens {_ANSWER_TOKENS} are the answer's; "
+            f"give {2 * _ANSWER_TOKENS} or more (0: any)"
+        )
+
+
 def generate(items: Sequence[Item], scorer: Scorer) -> TaskResult:
     """The benchmark's own way: the answer is the letter that the model writes; none counts as wrong."""
     truncation = Truncation()
     encoded = scorer.encode([item.prompt + _FORMAT for item in items])
-    room = None if scorer.max_length is None else max(scorer.max_length - _ANSWER_TOKENS, 2)
+    room = None if scorer.max_length is None else scorer.max_length - _ANSWER_TOKENS
     prompts = [without_middle(ids, room, truncation) for ids in encoded]
     texts = continue_prompts(scorer, prompts, _ANSWER_TOKENS)
     return _result(GENERATED, items, [extract(text) for text in texts], truncation)

@@ -106,7 +106,12 @@ def compare(
     of_all = summarize(a, b, edges, whole=True)[0]
     content = {"models": settings, "all": vars(of_all), "bins": [vars(one) for one in result]}
     write_atomically(output / "nll.json", json_bytes(content))
-    nll_picture.draw(result, [str(model) for model in models], output / "nll.png", even=bins is not None)
+    nll_picture.draw(
+        result,
+        [f"{name}: {model}" for name, model in zip("AB", models, strict=True)],
+        output / "nll.png",
+        even=bins is not None,
+    )
     logger.info(
         "%d documents, %d tokens: %.4f and %.4f nats a token, difference %.4f (95 %%: %.4f to %.4f)",
         *(of_all.documents, of_all.tokens, of_all.a, of_all.b, of_all.difference, of_all.low, of_all.high),

@@ -29,7 +29,7 @@ def draw(bins: Sequence[Bin], names: Sequence[str], path: Path, even: bool) -> N
     lows, highs = [one.low for one in bins], [one.high for one in bins]
     difference.fill_between(centres, lows, highs, color=COLOURS[2], alpha=0.25, linewidth=0)
     difference.plot(centres, [one.difference for one in bins], color=COLOURS[2], marker="o", markersize=3)
-    difference.set_ylabel(f"{names[1]}\nminus {names[0]}")
+    difference.set_ylabel("B - A (nats a token), 95 % over documents")
     difference.set_xlabel("tokens before in the document")
     for axes in (losses, difference):
         tidy(axes)

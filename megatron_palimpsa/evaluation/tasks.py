@@ -139,4 +139,4 @@ def _ruler(name: str, options: Options) -> list[Task]:
 def _longbench(name: str, options: Options) -> Task:
     items = longbench.read_items(longbench.find_file(options.data))[: options.limit]
     evaluate = longbench.generate if name == longbench.GENERATED else longbench.choose
-    return Task(name, lambda scorer: evaluate(items, scorer))
+    return Task(name, lambda scorer: evaluate(items, scorer), longbench.require_room)

@@ -108,6 +108,7 @@ def test_more_tasks_may_follow_and_nothing_else_may_mix_in(
         (["--tasks", "ruler/qa_squad"], "task ruler/qa_squad: needs the file ruler/squad.json below --data"),
         (["--tasks", "ruler/cwe"], "task ruler/cwe: does not fit into 1800 tokens"),
         (["--data", "absent"], "absent: is no folder"),
+        (["--max-length", "255"], "task longbench_v2: of --max-length 255 tokens 128 are the answer's; give 256 or"),
     ],
 )
 def test_wrong_input_is_one_message(

@@ -47,6 +47,15 @@ def test_length_is_exact_in_real_tokenizers(kind: str, tmp_path: Path, tiny_data
         assert len(tokenizer.encode(made.prompt)) + task.answer_tokens == 4096
 
 
+def test_length_is_exact_where_tokens_depend_on_what_is_far_away() -> None:
+    def counted(texts: Sequence[str]) -> list[int]:
+        return [tokens([text])[0] + len(text) // 7 for text in texts]
+
+    task = Sources(None).task("niah_single_2")
+    made = [make_sample(task, 2000, 0, index, counted) for index in range(12)]
+    assert {counted([one.prompt])[0] for one in made} == {2000 - task.answer_tokens}
+
+
 def test_each_seed_index_and_length_gives_its_own_sample_again_and_again() -> None:
     keys = [("vt", 0, 2048, 0), ("vt", 1, 2048, 0), ("vt", 0, 2049, 0), ("vt", 0, 2048, 1), ("fwe", 0, 2048, 0)]
     made = [sample(*key) for key in keys]
