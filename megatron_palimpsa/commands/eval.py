@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from megatron_palimpsa.commands.prep_job import count
 
@@ -101,6 +100,7 @@ def _add_nll(kinds: argparse._SubParsersAction) -> None:
 
 def _add_reading(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="of the weights (the stage's own)")
+    parser.add_argument("--tokenizer", type=Path, metavar="FILE", help="in place of the model's own")
     parser.add_argument(
         "--batch-tokens", type=count, default=16384, metavar="N", help="go through the model at once (%(default)s)"
     )
@@ -133,7 +133,7 @@ def _run(options: argparse.Namespace) -> int:
         fewshot=options.fewshot,
         limit=options.limit,
     )
-    reading = Reading(options.precision, options.max_length, options.batch_tokens)
+    reading = Reading(options.precision, options.max_length, options.batch_tokens, options.tokenizer)
     path = run(options.model, options.output, chosen, reading)
     print(f"\n{path.read_text()}\n{path}")
     return 0
@@ -151,7 +151,7 @@ def _nll(options: argparse.Namespace) -> int:
         length=options.length,
         stream=options.stream,
     )
-    settings: dict[str, Any] = {"bins": options.bins, "precision": options.precision}
-    compare((options.a, options.b), source, options.output, batch_tokens=options.batch_tokens, **settings)
+    settings = {name: getattr(options, name) for name in ("bins", "precision", "batch_tokens", "tokenizer")}
+    compare((options.a, options.b), source, options.output, **settings)
     print(options.output / "nll.csv")
     return 0

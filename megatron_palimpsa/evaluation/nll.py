@@ -64,6 +64,7 @@ def compare(
     bins: int | None = None,
     precision: Literal["bf16", "fp32"] | None = None,
     batch_tokens: int = 16384,
+    tokenizer: Path | None = None,
 ) -> list[Bin]:
     """Measure both models on the same documents and write nll.csv, nll.json and nll.png into `output`.
 
@@ -71,6 +72,7 @@ def compare(
 
     Args:
         bins: so many of equal width; None doubles their widths.
+        tokenizer: in place of the models' own.
 
     Raises:
         ConfigError, DataError: a model or the text cannot be read, the models have different tokenizers, or `output`
@@ -82,7 +84,7 @@ def compare(
     sums: list[Sums] = []
     settings: list[dict[str, Any]] = []
     for name, model in zip("ab", models, strict=True):
-        with opened(model, precision) as it:
+        with opened(model, precision, tokenizer) as it:
             scorer = Scorer(it, None, batch_tokens)
             scorer.task = f"model {name}, {model}"
             documents = read_documents(source, scorer.tokenizer)

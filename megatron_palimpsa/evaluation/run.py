@@ -29,6 +29,8 @@ class Reading:
     """Tokens of an input; None is the stage's `model.seq_length`, 0 is no limit."""
     batch_tokens: int = 16384
     """Tokens that go through the model at once."""
+    tokenizer: Path | None = None
+    """In place of the model's own."""
 
 
 def run(model: Path, output: Path, options: Options, reading: Reading) -> Path:
@@ -38,7 +40,7 @@ def run(model: Path, output: Path, options: Options, reading: Reading) -> Path:
         ConfigError: a task, its data or the model is not there, or `output` holds results of another model or settings.
     """
     tasks = plan(options)
-    with opened(model, reading.precision) as it:
+    with opened(model, reading.precision, reading.tokenizer) as it:
         limit = it.config.model.seq_length if reading.max_length is None else reading.max_length or None
         scorer = Scorer(it, limit, reading.batch_tokens)
         for task in tasks:

@@ -68,7 +68,7 @@ class Scorer:
 
     def __init__(self, it: Opened, max_length: int | None, batch_tokens: int) -> None:
         if it.tokenizer is None:
-            raise ConfigError(f"{it.checkpoint}: names no tokenizer (data.tokenizer), without which texts mean nothing")
+            raise ConfigError(f"{it.checkpoint}: the model names no tokenizer; name its file with --tokenizer")
         vocabulary = it.config.model.vocab_size
         if it.tokenizer.vocab_size > vocabulary:
             raise ConfigError(

@@ -103,7 +103,7 @@ def test_a_task_of_our_own_is_scored_by_the_logits(it: Opened, harness: ModuleTy
     assert result.details["versions"] == {"own_choice": 3}
 
 
-def test_the_command_runs_it(
+def test_the_command_runs_it_on_a_stage_and_on_its_export(
     evaluated_stage: Path,
     harness: ModuleType,
     data: Path,
@@ -111,11 +111,16 @@ def test_the_command_runs_it(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    command = ["eval", "run", str(evaluated_stage), "--output", str(tmp_path / "results"), "--tasks", "own_choice"]
-    assert cli.main([*command, "--data", str(data), "--include", str(include)]) == 0
-    assert "| own_choice: acc_norm |" in capsys.readouterr().out
-    results = json.loads((tmp_path / "results" / "results.json").read_text())["results"]
-    assert [(one["task"], one["items"]) for one in results] == [("own_choice", 3)]
+    exported = tmp_path / "exported"
+    assert cli.main(["export", str(evaluated_stage), str(exported)]) == 0
+    found = []
+    for model, output in ((evaluated_stage, tmp_path / "of stage"), (exported, tmp_path / "of export")):
+        command = ["eval", "run", str(model), "--output", str(output), "--tasks", "own_choice"]
+        assert cli.main([*command, "--data", str(data), "--include", str(include)]) == 0
+        assert "| own_choice: acc_norm |" in capsys.readouterr().out
+        found.append(json.loads((output / "results.json").read_text())["results"])
+    assert found[0] == found[1]
+    assert [(one["task"], one["items"]) for one in found[0]] == [("own_choice", 3)]
 
 
 def test_the_adapter_gives_the_harness_what_the_logits_say(it: Opened, harness: ModuleType) -> None:

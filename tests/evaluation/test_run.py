@@ -100,6 +100,24 @@ def test_more_tasks_may_follow_and_nothing_else_may_mix_in(
     assert "holds no results of an evaluation" in refusal(capsys, *again)
 
 
+def test_an_export_of_the_stage_is_the_same_model(
+    evaluated_stage: Path, data: Path, tiny_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="exports need transformers")
+    exported, output = tmp_path / "exported", tmp_path / "results"
+    assert cli.main(["export", str(evaluated_stage), str(exported)]) == 0
+    of_stage = arguments(evaluated_stage, output, data, "longbench_v2_choice")
+    assert cli.main(of_stage) == 0
+    capsys.readouterr()
+    of_export = arguments(exported, output, data, "longbench_v2_choice,ruler/fwe")
+    assert cli.main([*of_export, "--tokenizer", str(tiny_data / "tokenizer.model")]) == 0
+    assert "2 tasks, 1 of them done already" in capsys.readouterr().out
+    other = tmp_path / "own tokenizer"
+    assert cli.main(arguments(exported, other, data, "longbench_v2_choice")) == 0
+    name = "tasks/longbench_v2_choice.json"
+    assert (other / name).read_bytes() == (output / name).read_bytes()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

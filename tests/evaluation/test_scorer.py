@@ -113,7 +113,7 @@ def test_a_text_that_is_none_is_one_message(scorer: Scorer) -> None:
 
 
 def test_a_model_without_a_tokenizer_or_with_a_larger_one_is_refused(it: Opened) -> None:
-    with pytest.raises(ConfigError, match="names no tokenizer"):
+    with pytest.raises(ConfigError, match="names no tokenizer; name its file with --tokenizer"):
         Scorer(dataclasses.replace(it, tokenizer=None), None, 64)
     other = Merging()
     other.vocab_size = 321
