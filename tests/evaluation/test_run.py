@@ -14,7 +14,7 @@ from helpers.longbench import write_longbench
 from helpers.random_stage import write_random_stage
 from helpers.runs import run_ranks
 
-from megatron_palimpsa import cli
+from megatron_palimpsa import cli, evaluation
 from megatron_palimpsa.evaluation import run as evaluation_run
 from megatron_palimpsa.evaluation.results import Metric, TaskResult
 from megatron_palimpsa.evaluation.tables import markdown
@@ -147,6 +147,7 @@ def test_without_the_harness_its_tasks_say_what_to_install(
     for name in list(sys.modules):
         if name.partition(".")[0] == "lm_eval" or name == "megatron_palimpsa.evaluation.harness":
             monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(evaluation, "harness", raising=False)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     message = refusal(capsys, *arguments(evaluated_stage, tmp_path / "results", data, "paper"))
     assert "need the package lm_eval" in message
