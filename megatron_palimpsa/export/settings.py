@@ -30,6 +30,7 @@ _NAMES = {
     "beta_rank": "beta_rank",
     "num_attention_heads": "num_attention_heads",
     "num_query_groups": "num_key_value_heads",
+    "rope_theta": "rotary_base",
     "ffn_hidden_size": "intermediate_size",
     "init_std": "initializer_range",
 }

@@ -22,14 +22,14 @@ from megatron_palimpsa.export.model_card import model_card
 from megatron_palimpsa.export.names import lines, require_exportable, sizes
 from megatron_palimpsa.export.optional import require_transformers
 from megatron_palimpsa.export.reading import CHECKSUMS
-from megatron_palimpsa.export.settings import Dtype, to_config
+from megatron_palimpsa.export.settings import Dtype, to_config, to_model
 from megatron_palimpsa.export.shards import Planned, write_shards
 from megatron_palimpsa.export.tokenizer_files import load_tokenizer, original, special_ids, write_tokenizer
 from megatron_palimpsa.model.mamba2_names import Tensors
 from megatron_palimpsa.training.blend_file import read_blend
 from megatron_palimpsa.training.checkpoint_files import FileRecord
 from megatron_palimpsa.training.checkpoint_format import CheckpointError, Reader
-from megatron_palimpsa.training.checkpoint_state import require_same_model
+from megatron_palimpsa.training.checkpoint_state import differences, fingerprint, require_same_model
 from megatron_palimpsa.training.saved import find_saved
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ def export(source: Path, output: Path, dtype: Dtype | None = None, tokenizer: Pa
     folder, checkpoint = find_saved(source)
     config = load_stage(folder.config)
     require_exportable(config.model, str(source))
+    _require_said(config.model, str(source))
     require_same_model(checkpoint, config.model)
     dtype = dtype or ("bf16" if config.train.precision == "bf16" else "fp32")
     loaded = _tokenizer(config, tokenizer)
@@ -72,6 +73,13 @@ def export(source: Path, output: Path, dtype: Dtype | None = None, tokenizer: Pa
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
     return config
+
+
+def _require_said(model: ModelConfig, where: str) -> None:
+    """Refuse a setting that changes the function and has no place in config.json."""
+    said = to_model(to_config(model, "fp32", {}), where)
+    if unsaid := differences(fingerprint(model), said, "in the stage"):
+        raise ConfigError(f"{where}: cannot be exported: {unsaid.replace(' here', ' as exported')}")
 
 
 def _tokenizer(config: StageConfig, path: Path | None) -> Tokenizer | None:

@@ -19,7 +19,8 @@ class PalimpsaHybridConfig(PreTrainedConfig):
         state_size, mamba_head_dim, expand, n_groups, conv_kernel: of P and M layers, as in Mamba2.
         norm_groups: groups of their gated RMSNorm; None: `n_groups`.
         beta_rank: rank of beta's projection in P layers.
-        num_attention_heads, num_key_value_heads: of attention layers, which have no positional encoding.
+        num_attention_heads, num_key_value_heads: of attention layers.
+        rotary_base: of their rotary position embeddings; None: they have none.
         intermediate_size: of MLP layers.
         max_position_embeddings: tokens of a sequence in training; longer ones are taken as well.
 
@@ -44,6 +45,7 @@ class PalimpsaHybridConfig(PreTrainedConfig):
     beta_rank: int = 128
     num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
+    rotary_base: float | None = None
     intermediate_size: int | None = None
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = True

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatron_palimpsa import cli
 from megatron_palimpsa.config.reading import read_tree
 from megatron_palimpsa.convert import stage_folder
-from megatron_palimpsa.export import shards, write
+from megatron_palimpsa.export import settings, shards, write
 from megatron_palimpsa.inference import opened
 from megatron_palimpsa.training import checkpoint_files as files
 from megatron_palimpsa.training.checkpoint_format import INDEX, read_metadata
@@ -67,7 +67,7 @@ def weights(stage: Path, scratch: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "model",
     [
-        {"tie_embeddings": True},
+        {"tie_embeddings": True, "rope_theta": 100.0},
         {"tie_embeddings": False, "pattern": "P-M*P", "ngroups": 2, "norm_groups": 1, "num_query_groups": None},
     ],
 )
@@ -345,6 +345,13 @@ def test_what_cannot_be_exported_is_one_message(stage: Path, tmp_path: Path, cap
     assert message in error[-1]
     assert all("is damaged" in line for line in error[:-1])
     assert [path.name for path in tmp_path.iterdir()] == ["stage"]
+
+
+def test_a_setting_that_config_json_does_not_say_is_refused(stage: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.delitem(settings._NAMES, "d_state")
+    assert cli.main(["export", str(stage), str(tmp_path / "out")]) == 2
+    assert "model.d_state is 4 in the stage and 128 as exported" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_there_and_a_tokenizer_that_is_not(stage: Path, exported: Path, tmp_path: Path, capsys) -> None:

@@ -22,6 +22,7 @@ GEOMETRY = {
     "beta_rank": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "rotary_base": 100.0,
     "intermediate_size": 64,
     "pad_token_id": 0,
     "eos_token_id": None,
@@ -40,7 +41,7 @@ def prompt(length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, 61, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("pattern", ["MP*-P", "PM", "P-"])
+@pytest.mark.parametrize("pattern", ["MP*-P", "PM", "P-", "*-"])
 def test_cached_tokens_are_the_uncached_ones(pattern: str) -> None:
     torch.manual_seed(1)
     model = PalimpsaHybridForCausalLM(PalimpsaHybridConfig(**{**GEOMETRY, "pattern": pattern})).eval()
