@@ -101,6 +101,21 @@ def test_a_zero_stage_computes_what_one_process_does(
     assert_same_function(runs, expected, layout.tp, FP32)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("zero", "recompute"), [(1, "none"), (3, "selective")])
+def test_so_it_does_with_palimpsa_d(
+    zero: int, recompute: str, two_ranks: Workers, one_process_run: Callable[[StageConfig, int], Run]
+) -> None:
+    # Slow decay, as in test_layouts.py.
+    changes: dict[str, Any] = {
+        "model": {"pattern": "QL*-", "a_min": 0.1, "a_max": 1.0},
+        "train": {"recompute": recompute},
+    }
+    layout = Layout(tp=2, sequence_parallel=True)
+    runs = two_ranks.run(training_runs.train, zero_stage(layout, zero, **changes), STEPS)
+    assert_same_function(runs, one_process_run(stage(layout.one_process, **changes), STEPS), layout.tp, FP32)
+
+
 @pytest.mark.parametrize("zero", [1, 3])
 def test_process_groups_and_their_threads_end_with_the_engine(zero: int, ranks: Callable[[int], Workers]) -> None:
     counts = []
