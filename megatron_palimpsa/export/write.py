@@ -34,7 +34,7 @@ from megatron_palimpsa.training.saved import find_saved
 
 logger = logging.getLogger(__name__)
 
-_CODE = ("configuration_palimpsa.py", "modeling_palimpsa.py", "layers_palimpsa.py", "scans_palimpsa.py")
+_CODE = tuple(f"{part}_palimpsa.py" for part in ("configuration", "modeling", "layers", "attention", "scans"))
 _TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
