@@ -57,7 +57,7 @@ class Demo:
 
     def wait_for_stage(self, stage: str) -> int:
         file = self.place / f"{stage}.pid"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not file.exists() or not file.read_text():
             assert time.monotonic() < deadline, f"{stage} never started"
             time.sleep(0.02)

@@ -76,7 +76,7 @@ def test_sigterm_makes_the_stop_file_and_ranks_end_by_themselves(tmp_path):
     environment |= {"PALIMPSA_STOP_FILE": str(tmp_path / "STOP"), "TRITON_CACHE_DIR": "/home/shared"}
     command = [sys.executable, "-c", _RANKS, *options(tmp_path, "train")]
     with subprocess.Popen(command, env=environment, start_new_session=True) as process:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not (tmp_path / "caches").exists() or not (tmp_path / "caches").read_text():
             assert time.monotonic() < deadline
             time.sleep(0.02)

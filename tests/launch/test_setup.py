@@ -71,7 +71,7 @@ def project(tmp_path: Path) -> Project:
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} never came"
         time.sleep(0.05)

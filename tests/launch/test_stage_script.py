@@ -265,7 +265,7 @@ def test_nodes_that_scontrol_does_not_name_are_refused(tmp_path):
 
 
 def _wait_for(path):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not path.exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
