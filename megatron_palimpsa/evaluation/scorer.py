@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from time import monotonic
 
 import numpy as np
 from palimpsa_data.tokenizers import Tokenizer, UncuttableError
@@ -40,16 +40,17 @@ class Truncation:
 class Progress:
     """Says now and then how far a task is and how long it will take."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._start = self._said = time.monotonic()
+    def __init__(self, what: str, unit: str = "tokens") -> None:
+        self._what, self._unit = what, unit
+        self._start = self._said = monotonic()
 
     def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
+        now = monotonic()
         if now - self._said >= _SAY_EVERY and done:
             self._said = now
             left = (now - self._start) / done * (total - done)
-            logger.info("%s: %.0f %% of %s tokens, %s left", self._what, 100 * done / total, f"{total:,}", clock(left))
+            share = 100 * done / total
+            logger.info("%s: %.0f %% of %s %s, %s left", self._what, share, f"{total:,}", self._unit, clock(left))
 
 
 class Scorer:

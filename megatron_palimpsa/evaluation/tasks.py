@@ -14,7 +14,7 @@ from megatron_palimpsa.config import ConfigError
 from megatron_palimpsa.evaluation import longbench, paper, ruler
 from megatron_palimpsa.evaluation.continuations import continue_prompts
 from megatron_palimpsa.evaluation.results import TaskResult, mean
-from megatron_palimpsa.evaluation.scorer import Scorer
+from megatron_palimpsa.evaluation.scorer import Progress, Scorer
 
 PREFIX = "ruler/"
 LENGTHS = (4096, 8192, 16384, 32768)
@@ -120,7 +120,11 @@ def _ruler(name: str, options: Options) -> list[Task]:
         return ruler.make_sample(task, length, options.seed, index, tokens)
 
     def run(scorer: Scorer, length: int) -> TaskResult:
-        samples = [sample(scorer, length, index) for index in range(count)]
+        samples = []
+        progress = Progress(scorer.task, "samples to make")
+        for index in range(count):
+            samples.append(sample(scorer, length, index))
+            progress(index + 1, count)
         prompts = scorer.encode([one.prompt for one in samples])
         texts = continue_prompts(scorer, prompts, task.answer_tokens)
         given: list[dict[str, Any]] = [

@@ -10,7 +10,8 @@ import torch
 from palimpsa_data.tokenizers import Tokenizer
 
 from megatron_palimpsa.config import ConfigError
-from megatron_palimpsa.evaluation.scorer import Scorer, Truncation
+from megatron_palimpsa.evaluation import scorer as scorer_module
+from megatron_palimpsa.evaluation.scorer import Progress, Scorer, Truncation
 from megatron_palimpsa.inference import Opened
 
 
@@ -119,3 +120,13 @@ def test_a_model_without_a_tokenizer_or_with_a_larger_one_is_refused(it: Opened)
     other.vocab_size = 321
     with pytest.raises(ConfigError, match=r"321 ids, but the model in .* has 320"):
         Scorer(dataclasses.replace(it, tokenizer=_as_tokenizer(other)), None, 64)
+
+
+def test_progress_is_said_now_and_then_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    times, said = iter([100.0, 105.0, 130.0, 131.0]), []
+    monkeypatch.setattr(scorer_module, "monotonic", lambda: next(times))
+    monkeypatch.setattr(scorer_module.logger, "info", lambda text, *values: said.append(text % values))
+    progress = Progress("piqa")
+    for done in (500, 3000, 3500):
+        progress(done, 12000)
+    assert said == ["piqa: 25 % of 12,000 tokens, 0:01:30 left"]
