@@ -1,4 +1,4 @@
-"""`convert palimpsa` and `convert mamba2-limit`: a stage with other layers."""
+"""`convert palimpsa` and `convert without-importance`: a stage with other layers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 def add(models: argparse._SubParsersAction) -> None:
     palimpsa = models.add_parser(
         "palimpsa",
-        help="Mamba2 layers of a stage as Palimpsa layers",
-        description="Turn Mamba2 layers (M) of a stage into Palimpsa layers (P): all weights stay as they are, with "
-        "Adam's moments where the stage was trained, and importance starts as for models that were pretrained. The new "
-        "stage is compared with the old one on a sample: equal without importance, or nothing is written; how far with "
-        "it is printed. OUTPUT/conversion.json has all of it.",
+        help="layers of a stage with importance: Mamba2 as Palimpsa-M, L as Palimpsa-D",
+        description="Turn layers of a stage that have no importance into Palimpsa layers, M (Mamba2) into P and L "
+        "(Palimpsa-D without importance) into Q: all weights stay as they are, with Adam's moments where the stage was "
+        "trained, and importance starts as for models that were pretrained. The new stage is compared with the old one "
+        "on a sample: equal without importance, or nothing is written; how far with it is printed. "
+        "OUTPUT/conversion.json has all of it.",
     )
     _add_common(palimpsa, required=True)
     palimpsa.add_argument("--beta-rank", type=int, metavar="N", help="of beta's projection (PATTERN's or SOURCE's)")
@@ -28,14 +29,16 @@ def add(models: argparse._SubParsersAction) -> None:
     )
     palimpsa.add_argument("--seed", type=int, metavar="N", help="of the new parameters (SOURCE's)")
     palimpsa.set_defaults(command=_palimpsa, appears_whole=True)
-    limit = models.add_parser(
-        "mamba2-limit",
-        help="Palimpsa layers of a stage as Mamba2 layers, without their importance",
-        description="Turn Palimpsa layers (P) of a stage back into Mamba2 layers (M): the weights of importance are "
-        "dropped, all others stay as they are. Compared and reported as by `convert palimpsa`.",
+    without = models.add_parser(
+        "without-importance",
+        aliases=["mamba2-limit"],
+        help="the way back: Palimpsa layers of a stage without their importance",
+        description="Turn Palimpsa layers of a stage into what they are without importance, P into M (Mamba2) and Q "
+        "into L: the weights of importance are dropped, all others stay as they are. Compared and reported as by "
+        "`convert palimpsa`.",
     )
-    _add_common(limit, required=False)
-    limit.set_defaults(command=_mamba2_limit, appears_whole=True)
+    _add_common(without, required=False)
+    without.set_defaults(command=_without_importance, appears_whole=True)
 
 
 def _add_common(parser: argparse.ArgumentParser, required: bool) -> None:
@@ -63,18 +66,18 @@ def _add_common(parser: argparse.ArgumentParser, required: bool) -> None:
 
 
 def _palimpsa(options: argparse.Namespace) -> int:
-    from megatron_palimpsa.convert.layers import MAMBA2, PALIMPSA, Turn
+    from megatron_palimpsa.convert.layers import WITH_IMPORTANCE, Turn
 
     given = {"beta_rank": options.beta_rank, "beta_scale_init": options.beta_scale_init}
     given = {name: value for name, value in given.items() if value is not None}
     defaults = {"beta_scale_init": "finetune"}
-    return _turn(options, Turn(MAMBA2, PALIMPSA, options.layers, options.pattern, defaults, given), options.seed)
+    return _turn(options, Turn(WITH_IMPORTANCE, options.layers, options.pattern, defaults, given), options.seed)
 
 
-def _mamba2_limit(options: argparse.Namespace) -> int:
-    from megatron_palimpsa.convert.layers import MAMBA2, PALIMPSA, Turn
+def _without_importance(options: argparse.Namespace) -> int:
+    from megatron_palimpsa.convert.layers import WITHOUT_IMPORTANCE, Turn
 
-    return _turn(options, Turn(PALIMPSA, MAMBA2, options.layers, options.pattern), None)
+    return _turn(options, Turn(WITHOUT_IMPORTANCE, options.layers, options.pattern), None)
 
 
 def _turn(options: argparse.Namespace, turn: Turn, seed: int | None) -> int:
@@ -85,19 +88,21 @@ def _turn(options: argparse.Namespace, turn: Turn, seed: int | None) -> int:
     count, zero, importance = report["parameters"], report["importance_zero"], report["importance"]
     layers = ", ".join(map(str, report["layers"]))
     moments = "with Adam's moments" if report["moments"] else "without moments"
-    print(f"{options.output}: {report['pattern']['after']}, turned into {turn.after}: {layers}")
+    print(f"{options.output}: {report['pattern']['after']}, turned layers: {layers}")
     print(f"{options.output}/{MODEL_SECTION} is for recipes, {REPORT} says what follows")
     print(
         f"parameters: {count['carried']:,} carried over {moments}, {count['new']:,} new, {count['dropped']:,} dropped"
     )
-    print(f"logits on {report['sample']['tokens']} tokens ({report['sample']['of']}), Palimpsa from Mamba2 layers:")
+    print(
+        f"logits on {report['sample']['tokens']} tokens ({report['sample']['of']}), with Palimpsa layers from without:"
+    )
     print(
         f"  importance 0  largest difference {zero['largest']:.1g} (largest logit {zero['largest_logit']:.3g}); "
         f"of one layer's output {report['farthest_step']:.1g}"
     )
     print(
         f"  importance    largest difference {importance['largest']:.3g}, mean {importance['mean']:.3g}, KL "
-        f"{importance['mean_kl']:.3g}; NLL of Mamba2 {importance['nll_mamba2']:.4f}, of Palimpsa "
+        f"{importance['mean_kl']:.3g}; NLL without {importance['nll_plain']:.4f}, with "
         f"{importance['nll_palimpsa']:.4f} nats"
     )
     return 0

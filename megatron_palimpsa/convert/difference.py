@@ -1,4 +1,4 @@
-"""How far a model with Palimpsa layers is from the one with Mamba2 layers in their place, on a sample."""
+"""How far a model with Palimpsa layers is from the one with layers without importance in their place, on a sample."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _SAID_EVERY = 10.0
 
 @dataclass(frozen=True)
 class Difference:
-    """Between the logits of a model with Mamba2 and one with Palimpsa layers, at all positions of a sample."""
+    """Between the logits of the two models, the plain one without importance, at all positions of a sample."""
 
     largest: float
     mean: float
     mean_kl: float
-    """KL(Mamba2 || Palimpsa) of the next token's distributions, in nats."""
-    nll_mamba2: float
+    """KL(plain || Palimpsa) of the next token's distributions, in nats."""
+    nll_plain: float
     """Of the sample's tokens but the first, a token, in nats."""
     nll_palimpsa: float
     largest_logit: float
@@ -59,12 +59,12 @@ class Comparison:
     """The largest difference that importance 0 makes in one layer's output, both from the same input, as a share."""
 
 
-def compare(layers: LayerByLayer, mamba2: Side, palimpsa: Side, tokens: Tensor) -> Comparison:
+def compare(layers: LayerByLayer, without: Side, palimpsa: Side, tokens: Tensor) -> Comparison:
     """Run both models over a document.
 
     Args:
         layers: of all letters of both patterns.
-        mamba2: with M where `palimpsa` has P; else they are the same.
+        without: with M or L where `palimpsa` has P or Q; else they are the same.
         tokens: [T], at least 2 ids.
 
     Raises:
@@ -72,14 +72,14 @@ def compare(layers: LayerByLayer, mamba2: Side, palimpsa: Side, tokens: Tensor) 
             makes of the same input: a deep model may make more of rounding.
     """
     tokens = tokens.to(layers.device)
-    layers.load_around(mamba2.reader)
+    layers.load_around(without.reader)
     plain = layers.embed(tokens[None])
     layers.load_around(palimpsa.reader)
     silent = full = layers.embed(tokens[None])
     steps = [_share(plain, silent)]
     start = said = time.monotonic()
-    for index, (letter, other) in enumerate(zip(mamba2.layers, palimpsa.layers, strict=True)):
-        layers.load(mamba2.reader, letter, index)
+    for index, (letter, other) in enumerate(zip(without.layers, palimpsa.layers, strict=True)):
+        layers.load(without.reader, letter, index)
         plain, expected = layers.apply(letter, torch.cat([plain, silent], dim=1)).split(1, dim=1)
         layers.load(palimpsa.reader, other, index)
         if letter == other:
@@ -91,18 +91,18 @@ def compare(layers: LayerByLayer, mamba2: Side, palimpsa: Side, tokens: Tensor) 
         steps.append(_share(expected, silent))
         now = time.monotonic()
         if now - said >= _SAID_EVERY:
-            said, depth = now, len(mamba2.layers)
+            said, depth = now, len(without.layers)
             left = clock((now - start) * (depth - index - 1) / (index + 1))
             logger.info("layer %d of %d compared | %s left", index + 1, depth, left)
     logits, full_logits = layers.logits(torch.cat([silent, full], dim=1)).unbind(1)
-    layers.load_around(mamba2.reader)
+    layers.load_around(without.reader)
     plain_logits, expected = layers.logits(torch.cat([plain, silent], dim=1)).unbind(1)
     steps.append(_share(expected, logits))
     zero = difference(plain_logits, logits, tokens)
     farthest = torch.stack(steps).max()
     if not (zero.largest <= ALLOWED * max(1.0, zero.largest_logit) or farthest <= ALLOWED):
         raise ConfigError(
-            f"with importance 0 the Palimpsa layers' logits differ from the Mamba2 layers' by {zero.largest:.3g} (the "
+            f"with importance 0 the Palimpsa layers' logits differ from those without it by {zero.largest:.3g} (the "
             f"largest is {zero.largest_logit:.3g}), and one layer's output by {float(farthest):.3g} of its largest: "
             f"more than rounding, {ALLOWED:g}"
         )
@@ -114,12 +114,12 @@ def _share(expected: Tensor, found: Tensor) -> Tensor:
     return (expected - found).abs().max() / expected.abs().max().clamp(min=1.0)
 
 
-def difference(mamba2: Tensor, palimpsa: Tensor, tokens: Tensor) -> Difference:
+def difference(plain: Tensor, palimpsa: Tensor, tokens: Tensor) -> Difference:
     """Of two models' logits [T, V] on ids [T]."""
     count, distances, divergence = len(tokens), [], 0.0
     losses = [0.0, 0.0]
     for first in range(0, count, _AT_ONCE):
-        parts = [logits[first : first + _AT_ONCE] for logits in (mamba2, palimpsa)]
+        parts = [logits[first : first + _AT_ONCE] for logits in (plain, palimpsa)]
         distance = (parts[0] - parts[1]).abs()
         distances.append(torch.stack([distance.max(), distance.mean() * (len(distance) / count)]))
         logs = [part.double().log_softmax(-1) for part in parts]
@@ -134,5 +134,5 @@ def difference(mamba2: Tensor, palimpsa: Tensor, tokens: Tensor) -> Difference:
         divergence / count,
         losses[0] / (count - 1),
         losses[1] / (count - 1),
-        float(torch.maximum(mamba2.abs().max(), palimpsa.abs().max())),
+        float(torch.maximum(plain.abs().max(), palimpsa.abs().max())),
     )

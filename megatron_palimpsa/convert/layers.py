@@ -10,15 +10,17 @@ from typing import Any
 from megatron_palimpsa.config import IMPORTANCE_SYMBOLS, LAYER_SYMBOLS, ConfigError, ModelConfig, read_as, read_tree
 from megatron_palimpsa.training.checkpoint_state import fingerprint
 
-MAMBA2, PALIMPSA = "M", "P"
+WITH_IMPORTANCE = {"M": "P", "L": "Q"}
+"""Layers without importance and what they are with it."""
+WITHOUT_IMPORTANCE = {after: before for before, after in WITH_IMPORTANCE.items()}
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Layers of one letter that become layers of another: all of them, or those that `numbers` or `pattern` says."""
+    """Layers that become others: all whose letter can, or those that `numbers` or `pattern` says."""
 
-    before: str
-    after: str
+    letters: Mapping[str, str]
+    """What becomes of which letter: WITH_IMPORTANCE or WITHOUT_IMPORTANCE."""
     numbers: str | None = None
     """`4,8,...`, counted from 1, as what is said about layers elsewhere (`convert select-layers`, reports) is."""
     pattern: str | None = None
@@ -28,16 +30,12 @@ class Turn:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Of the section too, whatever the file says."""
 
-    @property
-    def to_palimpsa(self) -> bool:
-        return self.after == PALIMPSA
-
     def of(self, model: ModelConfig) -> ModelConfig:
         """What becomes of a model; all weights but those of importance are of use to both.
 
         Raises:
-            ConfigError: a layer is not there or of another letter, the pattern says something else than the turn or
-                nothing, or a setting is none, or one that the weights were not made for.
+            ConfigError: a layer is not there or of a letter that cannot turn, the pattern says something else than
+                the turn or nothing, or a setting is none, or one that the weights were not made for.
         """
         tree = dataclasses.asdict(model) | dict(self.defaults) | self._chosen(model) | dict(self.settings)
         new = read_as(ModelConfig, tree, self.pattern or "the new stage's model")
@@ -49,13 +47,12 @@ class Turn:
         if self.pattern is not None:
             return _by_pattern(self.pattern)
         if self.numbers is None:
-            return {"pattern": model.layers.replace(self.before, self.after)}
+            return {"pattern": "".join(self.letters.get(letter, letter) for letter in model.layers)}
         layers = list(model.layers)
         for number in map(str.strip, self.numbers.split(",")):
             if not number.isdecimal() or not 1 <= int(number) <= len(layers):
                 raise ConfigError(f"--layers {self.numbers}: {number!r} is none of the layers 1 to {len(layers)}")
-            self._require_turnable(model.layers[int(number) - 1], int(number))
-            layers[int(number) - 1] = self.after
+            layers[int(number) - 1] = self._turned(model.layers[int(number) - 1], int(number))
         return {"pattern": "".join(layers)}
 
     def _check(self, model: ModelConfig, new: ModelConfig) -> None:
@@ -64,25 +61,27 @@ class Turn:
                 f"model.pattern={new.pattern!r} has {len(new.layers)} layers, the stage has {len(model.layers)}"
             )
         if not (layers := changed(model, new)):
-            raise ConfigError(f"no layer of the stage's pattern {model.layers!r} would become {self.after}")
+            wanted = " or ".join(self.letters.values())
+            raise ConfigError(f"no layer of the stage's pattern {model.layers!r} would become {wanted}")
         for layer in layers:
-            self._require_turnable(model.layers[layer - 1], layer)
-            if new.layers[layer - 1] != self.after:
+            before, after = model.layers[layer - 1], new.layers[layer - 1]
+            if after != (possible := self._turned(before, layer)):
                 raise ConfigError(
-                    f"model.pattern={new.pattern!r}: layer {layer}, {self.before} in the stage, can become "
-                    f"{self.after} and not {new.layers[layer - 1]}"
+                    f"model.pattern={new.pattern!r}: layer {layer}, {before} in the stage, can become {possible} and "
+                    f"not {after}"
                 )
         now = _of_weights(new)
         for name, value in _of_weights(model).items():
             if now.get(name, value) != value:
                 raise ConfigError(f"model.{name}={now[name]!r}: the stage's weights were made with {value!r}")
 
-    def _require_turnable(self, letter: str, layer: int) -> None:
-        if letter != self.before:
+    def _turned(self, letter: str, layer: int) -> str:
+        if letter not in self.letters:
+            possible = (f"{old} ({LAYER_SYMBOLS[old]}) can become {new}" for old, new in self.letters.items())
             raise ConfigError(
-                f"layer {layer} is {letter} ({LAYER_SYMBOLS[letter]}) in the stage: only {self.before} "
-                f"({LAYER_SYMBOLS[self.before]}) can become {self.after}"
+                f"layer {layer} is {letter} ({LAYER_SYMBOLS[letter]}) in the stage: only {', '.join(possible)}"
             )
+        return self.letters[letter]
 
 
 def _by_pattern(pattern: str) -> dict[str, Any]:

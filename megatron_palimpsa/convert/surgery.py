@@ -1,8 +1,8 @@
-"""`convert palimpsa` and `convert mamba2-limit`: M layers of a stage into P layers, and back.
+"""`convert palimpsa` and `convert without-importance`: M and L layers of a stage into P and Q layers, and back.
 
-What both kinds of layer have is carried over bit for bit, with Adam's moments where the stage was trained. Everything
-is checked before anything is written, the new stage's logits before it gets its name. Tensors go through memory some
-rows at a time, the models that are compared layer by layer.
+What a layer has with and without importance is carried over bit for bit, with Adam's moments where the stage was
+trained. Everything is checked before anything is written, the new stage's logits before it gets its name. Tensors go
+through memory some rows at a time, the models that are compared layer by layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_palimpsa.config import ConfigError, ModelConfig, ParallelConfig
 from megatron_palimpsa.convert.checks import require_tensors
 from megatron_palimpsa.convert.difference import Side, compare
 from megatron_palimpsa.convert.document import read_document
-from megatron_palimpsa.convert.layers import Turn, changed
+from megatron_palimpsa.convert.layers import WITH_IMPORTANCE, Turn, changed
 from megatron_palimpsa.convert.layerwise import LayerByLayer, Parameter
 from megatron_palimpsa.convert.stage_folder import (
     complete,
@@ -41,7 +41,7 @@ from megatron_palimpsa.training.checkpoint_random import RANDOM_STATES
 
 REPORT = "conversion.json"
 IMPORTANCE = ("beta_down_weight", "beta_up_weight", "b_scale", "prior_log")
-"""What a P layer's mixer has and an M layer's has not: nothing else may be new, or go."""
+"""What the mixers of P and Q layers have and those of M and L have not: nothing else may be new, or go."""
 
 
 def turn_layers(
@@ -85,8 +85,8 @@ def turn_layers(
             values = _boxes(reader, keys, old, after, seed)
             write_checkpoint(run, after, values, elements=elements, step=step, optimizer_steps=there.optimizer_steps)
             sides = Side(before.layers, reader), Side(after.layers, Reader(run.checkpoints / f"step-{step}"))
-            mamba2, palimpsa = sides if turn.to_palimpsa else reversed(sides)
-            found = compare(layers, mamba2, palimpsa, tokens)
+            without, palimpsa = sides if turn.letters == WITH_IMPORTANCE else reversed(sides)
+            found = compare(layers, without, palimpsa, tokens)
             report = {
                 "source": str(there.checkpoint),
                 "pattern": {"before": before.layers, "after": after.layers},
@@ -108,7 +108,7 @@ def turn_layers(
 
 
 def _check_changes(old: Mapping[str, Parameter], new: Mapping[str, Parameter], layers: list[int]) -> None:
-    """Refuse models that differ in anything but what turns `layers` into Palimpsa layers, or back."""
+    """Refuse models that differ in anything but the importance of `layers`."""
     allowed = {f"decoder.layers.{layer - 1}.mixer.{name}" for layer in layers for name in IMPORTANCE}
     if others := sorted((old.keys() ^ new.keys()) - allowed):
         raise ConfigError(f"{others[0]} is in one of the two models alone: that may only be {', '.join(IMPORTANCE)}")

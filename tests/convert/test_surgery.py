@@ -1,4 +1,4 @@
-"""M layers into P layers and back: nothing that stays changes, importance 0 is Mamba2, wrong input writes nothing."""
+"""M and L layers into P and Q and back: nothing that stays changes, importance 0 is none, wrong input is refused."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron_palimpsa import cli, parallel
 from megatron_palimpsa.config import ParallelConfig, load_stage
 from megatron_palimpsa.convert import stage_folder
+from megatron_palimpsa.convert.layers import WITHOUT_IMPORTANCE, Turn
 from megatron_palimpsa.convert.layerwise import LayerByLayer
 from megatron_palimpsa.engine.boxes import Box
 from megatron_palimpsa.inference import Opened, opened
@@ -32,7 +33,7 @@ from megatron_palimpsa.model.naming import global_parameters
 from megatron_palimpsa.training import checkpoint_files as files
 from megatron_palimpsa.training.checkpoint_format import write_index, write_rank_file
 
-BEFORE, AFTER = "M*MP-MQ", "P*MP-PQ"
+BEFORE, AFTER = "M*MP-LQ", "P*MP-QQ"
 GEOMETRY = {"pattern": BEFORE, "vocab_size": 320, "init_std": 0.1}
 NEW = {
     f"decoder.layers.{layer}.mixer.{name}": shape
@@ -64,7 +65,7 @@ def runs(ranks: Workers, tiny_data: Path, tmp_path_factory: pytest.TempPathFacto
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage_folder, "AT_ONCE", 7 * 32)
         assert convert("palimpsa", folder / "trained", folder / "surgery", "--layers", "1,6", "--seed", "7") == 0
-        assert convert("mamba2-limit", folder / "surgery", folder / "back", "--pattern", BEFORE) == 0
+        assert convert("without-importance", folder / "surgery", folder / "back", "--pattern", BEFORE) == 0
     return folder
 
 
@@ -140,9 +141,14 @@ def test_training_goes_on_with_weights_and_moments_under_any_layout(ranks: Worke
 def test_the_way_back_gives_every_bit_back(runs: Path, tmp_path: Path) -> None:
     assert_same(tensors(runs / "back", tmp_path), tensors(runs / "trained", tmp_path))
     assert report(runs / "back")["parameters"]["dropped"] == report(runs / "surgery")["parameters"]["new"]
-    for key in ("largest", "mean_kl", "nll_mamba2", "nll_palimpsa"):
+    for key in ("largest", "mean_kl", "nll_plain", "nll_palimpsa"):
         expected = report(runs / "surgery")["importance"][key]
         assert report(runs / "back")["importance"][key] == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_way_back_is_of_all_layers_with_importance_unless_told(runs: Path) -> None:
+    model = load_stage(runs / "surgery" / "config.yaml").model
+    assert Turn(WITHOUT_IMPORTANCE).of(model).pattern == "M*MM-LL"
 
 
 @torch.no_grad()
@@ -158,7 +164,7 @@ def drop_importance(it: Opened, layers: tuple[int, ...]) -> None:
         it.model.decoder.layers[layer].mixer.b_scale.fill_(-torch.inf)
 
 
-def test_without_importance_logits_are_those_of_mamba2_and_the_report_is_true(
+def test_without_importance_logits_are_the_source_s_and_the_report_is_true(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = tmp_path / "text"
@@ -196,7 +202,7 @@ def test_without_importance_logits_are_those_of_mamba2_and_the_report_is_true(
     logs = [logits.double().log_softmax(-1) for logits in (expected, full)]
     kl = (logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean()
     assert importance["mean_kl"] == pytest.approx(float(kl), rel=1e-2)
-    for name, log in zip(("nll_mamba2", "nll_palimpsa"), logs, strict=True):
+    for name, log in zip(("nll_plain", "nll_palimpsa"), logs, strict=True):
         nll = -log[:-1].gather(-1, tokens[0, 1:, None]).mean()
         assert importance[name] == pytest.approx(float(nll), rel=1e-5)
     assert importance["largest"] > 1e-3
@@ -266,11 +272,12 @@ ONE = ("--layers", "1")
         (nothing, ("--layers", "1,8"), "'8' is none of the layers 1 to 7"),
         (nothing, ("--layers", "1,a"), "'a' is none of the layers 1 to 7"),
         (nothing, ("--layers", "1,2"), "layer 2 is * (attention) in the stage: only M (Mamba2) can become P"),
-        (nothing, ("--layers", "4"), "layer 4 is P (Palimpsa-M) in the stage: only M (Mamba2) can become P"),
+        (nothing, ("--layers", "4"), "only M (Mamba2) can become P, L (Palimpsa-D without importance) can become Q"),
         (nothing, ("--pattern", "P*MP-"), "model.pattern='P*MP-' has 5 layers, the stage has 7"),
-        (nothing, ("--pattern", BEFORE), f"no layer of the stage's pattern '{BEFORE}' would become P"),
-        (nothing, ("--pattern", "P*MM-MQ"), "layer 4 is P (Palimpsa-M) in the stage: only M (Mamba2) can become P"),
-        (nothing, ("--pattern", "*PMP-MQ"), "layer 1, M in the stage, can become P and not *"),
+        (nothing, ("--pattern", BEFORE), f"no layer of the stage's pattern '{BEFORE}' would become P or Q"),
+        (nothing, ("--pattern", "P*MM-LQ"), "layer 4 is P (Palimpsa-M) in the stage: only M (Mamba2) can become P"),
+        (nothing, ("--pattern", "*PMP-LQ"), "layer 1, M in the stage, can become P and not *"),
+        (nothing, ("--pattern", "P*MP-PQ"), "layer 6, L in the stage, can become Q and not P"),
         (nothing, ("--pattern", "none.yaml"), "cannot read the configuration none.yaml"),
         (nothing, (*ONE, "--beta-rank", "8"), "model.beta_rank=8: the stage's weights were made with 4"),
         (nothing, (*ONE, "--seed", "-1"), "seed=-1"),
@@ -363,7 +370,7 @@ def test_what_a_kill_left_is_replaced_and_a_full_disk_leaves_nothing(
     assert sorted(path.name for path in source.parent.iterdir()) == ["new", "trained"]
 
 
-def test_a_kernel_that_is_not_mamba2_s_without_importance_is_refused(
+def test_a_kernel_that_computes_something_else_without_importance_is_refused(
     source: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     working = LayerByLayer.silence
@@ -374,7 +381,7 @@ def test_a_kernel_that_is_not_mamba2_s_without_importance_is_refused(
 
     monkeypatch.setattr(LayerByLayer, "silence", torch.no_grad()(another_prior))
     assert convert("palimpsa", source, source.parent / "new", *ONE) == 2
-    assert "with importance 0 the Palimpsa layers' logits differ from the Mamba2 layers'" in capsys.readouterr().err
+    assert "with importance 0 the Palimpsa layers' logits differ from those without it" in capsys.readouterr().err
     assert list(source.parent.iterdir()) == [source]
 
 
@@ -383,7 +390,7 @@ def test_without_a_tokenizer_and_without_moments(source: Path, tmp_path: Path) -
     config.write_text(config.read_text().replace(load_stage(config).data.tokenizer, "''"))
     rewrite_state(optimizer_steps=0)(source)
     change_tensors(lambda found: [found.pop(name) for name in list(found) if name.startswith("optimizer.")])(source)
-    (source / "pattern.yaml").write_text("model: {pattern: P*MP-PQ}")
+    (source / "pattern.yaml").write_text("model: {pattern: P*MP-QQ}")
     assert convert("palimpsa", source, source.parent / "new", "--pattern", source / "pattern.yaml") == 0
     found = report(source.parent / "new")
     assert (found["sample"], found["moments"]) == ({"of": "random ids", "tokens": 512}, False)
