@@ -8,17 +8,31 @@ from palimpsa_launch import chain, preparation, recipes, stages
 
 from megatron_palimpsa import cli
 from megatron_palimpsa.config import StageConfig, load_stage
+from megatron_palimpsa.convert.layers import WITH_IMPORTANCE, Turn
 from megatron_palimpsa.training import run
 from megatron_palimpsa.training.console import short_count
 from megatron_palimpsa.training.memory import estimate_memory
+from megatron_palimpsa.training.parameters import count_parameters
 from megatron_palimpsa.training.stages import Source, planned_source
 
 ROOT = Path(__file__).parents[2]
 H100 = 80 * 2**30
-RUNS = ("2.7b", "2.7b-control", "170m", "760m")
+SIZES = ("170m", "760m")
+OF_A_SIZE = (
+    "palimpsa",
+    "mamba2",
+    "palimpsa-d",
+    "palimpsa-d-no-importance",
+    "gated-delta-net",
+    "transformer",
+    "pretrain-m",
+    "fine-tune-m",
+    "pretrain-d",
+    "fine-tune-d",
+)
 STAGES = [
     *(f"{run}/stage-{number}" for run in ("2.7b", "2.7b-control") for number in (1, 2, 3)),
-    *(f"{run}/{name}" for run in ("170m", "760m") for name in ("palimpsa", "mamba2")),
+    *(f"{size}/{name}" for size in SIZES for name in OF_A_SIZE),
 ]
 
 
@@ -34,7 +48,7 @@ def starts_from(config: StageConfig) -> str:
 
 def layers(config: StageConfig) -> str:
     pattern = config.model.layers
-    return " + ".join(f"{pattern.count(letter)} {letter}" for letter in "MP" if letter in pattern)
+    return " + ".join(f"{pattern.count(letter)} {letter}" for letter in "MPLQG*-" if letter in pattern)
 
 
 def memory(config: StageConfig, ranks: int) -> str:
@@ -65,7 +79,11 @@ def table() -> str:
 def test_every_packaged_stage_is_in_a_list_here():
     folder = stages.path("2.7b/run").parent.parent
     found = {str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")}
-    named = {name for name in found if name.rpartition("/")[2] not in ("base", "run", "data", "layers", "base-model")}
+    named = {
+        name
+        for name in found
+        if name.rpartition("/")[2] not in ("base", "base-d", "run", "data", "layers", "base-model", "importance")
+    }
     assert {name for name in named if not name.startswith(("demo/", "bench/", "mqar/"))} == set(STAGES)
 
 
@@ -128,6 +146,36 @@ def test_layers_of_the_2_7b_run_are_measured_on_the_text_of_stage_1():
     assert select[select.index("--tokenizer") + 1] == first.data.tokenizer
     for number in (1, 2, 3):
         assert load_stage(stages.path(f"2.7b/stage-{number}")).init_from.pattern == "source"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_fine_tunings_start_from_their_backbones_with_importance(size):
+    paths = recipes.find_recipes([f"{size}/run"])
+    configs = [chain.load_recipe(path, []) for path in paths]
+    chain.check_folders(paths, configs)
+    *pretrained, turning, tuned_m, tuned_d = configs
+    for before, after, command, letters in zip(pretrained, (tuned_m, tuned_d), turning.then, ("MP", "LQ"), strict=True):
+        source, output = map(Path, preparation.words(command)[2:4])
+        assert (source, output) == (before.folder, Path(after.output_dir) / starts_from(after))
+        assert planned_source(after, configs[:2], preparation.outputs(turning)).checkpoint == output
+        turn = Turn(WITH_IMPORTANCE, pattern=preparation.words(command)[5], defaults={"beta_scale_init": "finetune"})
+        assert turn.of(before.model) == after.model
+        assert before.model.layers == after.model.layers.replace(letters[1], letters[0])
+        whole = load_stage(stages.path(f"{size}/palimpsa"))
+        assert before.train.tokens + after.train.tokens == whole.train.tokens
+        assert after.optimizer.lr == pytest.approx(before.optimizer.lr / 10)
+        assert after.optimizer.warmup_steps == 200
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_models_of_a_size_have_about_as_many_parameters(size):
+    models = [load_stage(stages.path(f"{size}/{name}")).model for name in OF_A_SIZE]
+    millions = [count_parameters(model) / 1e6 for model in models]
+    assert millions == pytest.approx([float(size.removesuffix("m"))] * len(millions), rel=0.04)
+    for model in models:
+        assert model.nheads == 16
+        if "-" in model.layers:
+            assert model.ffn_hidden_size == -(-8 * model.hidden_size // 3 // 256) * 256
 
 
 def _words(array) -> list[str]:
