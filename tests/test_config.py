@@ -77,6 +77,10 @@ def test_resolved_file_reads_back_to_the_same_stage(tmp_path, stage_file):
     config = load_stage(stage_file, ["init_from.stage=before", "train.stop_at_tokens=2K"])
     save_resolved(config, tmp_path / "resolved.yaml")
     assert load_stage(tmp_path / "resolved.yaml") == config
+    # Text that is a number in a recipe, if not to every reader of YAML.
+    config = dataclasses.replace(config, name="1e3", output_dir="12e-1")
+    save_resolved(config, tmp_path / "resolved.yaml")
+    assert load_stage(tmp_path / "resolved.yaml") == config
     assert set(yaml.safe_load((tmp_path / "resolved.yaml").read_text())) == set(to_dict(config))
 
 

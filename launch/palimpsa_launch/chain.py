@@ -13,9 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
-from megatron_palimpsa.config import ConfigError, StageConfig, load_stage, to_dict
+from megatron_palimpsa.config import ConfigError, StageConfig, load_stage, to_dict, write_yaml
 from megatron_palimpsa.training import run
 from megatron_palimpsa.training.console import clock
 from megatron_palimpsa.training.metrics import read_records
@@ -136,7 +134,7 @@ def _plan_step(config: StageConfig | Preparation, before: Before, job: JobConfig
     if isinstance(config, Preparation):
         return _plan_preparation(config, preparation.job_of(config, job))
     run_folder = RunFolder(config.folder)
-    step = PlannedStep(config.name, Path.cwd() / config.folder, yaml.safe_dump(to_dict(config), sort_keys=False), job)
+    step = PlannedStep(config.name, Path.cwd() / config.folder, write_yaml(to_dict(config)), job)
     if run_folder.read_marker() is not None:
         run_folder.check_config(config)
         if config.evaluation is None or run_folder.is_evaluated:

@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from palimpsa_data import DataError, tokenizers
 from palimpsa_data.files import json_bytes, json_sha256, write_atomically
 from palimpsa_data.merge import job_status, merge
@@ -24,7 +23,7 @@ from palimpsa_data.plan import plan_of, save_plan
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from megatron_palimpsa.config import ConfigError, apply_overrides, read_as, read_tree
+from megatron_palimpsa.config import ConfigError, apply_overrides, read_as, read_tree, write_yaml
 from palimpsa_launch.job import JobConfig, Name, change_job
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
@@ -95,7 +94,7 @@ def words(command: str) -> list[str]:
 
 
 def as_yaml(config: Preparation) -> str:
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+    return write_yaml(dataclasses.asdict(config))
 
 
 def job_of(config: Preparation, job: JobConfig) -> JobConfig:

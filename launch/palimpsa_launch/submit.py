@@ -9,12 +9,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
 from palimpsa_data.files import write_atomically
 from palimpsa_data.locks import lock
 
 import megatron_palimpsa
-from megatron_palimpsa.config import ConfigError
+from megatron_palimpsa.config import ConfigError, write_yaml
 from palimpsa_launch import slurm
 from palimpsa_launch.chain import PlannedStep, resolved_path
 from palimpsa_launch.submission import Submission, read_submission, write_submission
@@ -92,7 +91,7 @@ def _write(step: PlannedStep) -> None:
     folder.mkdir(exist_ok=True)
     (folder / "attempts").unlink(missing_ok=True)
     write_atomically(resolved_path(step.folder, step.is_preparation), step.resolved.encode())
-    settings = yaml.safe_dump(dataclasses.asdict(step.job), sort_keys=False)  # type: ignore[call-overload]
+    settings = write_yaml(dataclasses.asdict(step.job))  # type: ignore[call-overload]
     write_atomically(folder / "job.yaml", settings.encode())
     for job in step.jobs:
         name = "job" if job.name == step.main else job.name

@@ -29,7 +29,7 @@ from megatron_palimpsa.config.schema import (
     StageConfig,
     TrainConfig,
 )
-from megatron_palimpsa.config.strict_yaml import parse_yaml
+from megatron_palimpsa.config.strict_yaml import parse_yaml, write_yaml
 from megatron_palimpsa.config.values import ConfigError, parse_count
 from megatron_palimpsa.config.zero import DeepSpeedConfig, LossScaleConfig
 
@@ -60,4 +60,5 @@ __all__ = [
     "save_resolved",
     "stage_from_dict",
     "to_dict",
+    "write_yaml",
 ]

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from megatron_palimpsa.config.deepspeed_json import anchor_ready, merge_ready, refuse_by_name
 from megatron_palimpsa.config.schema import StageConfig
-from megatron_palimpsa.config.strict_yaml import parse_yaml
+from megatron_palimpsa.config.strict_yaml import parse_yaml, write_yaml
 from megatron_palimpsa.config.values import ConfigError
 
 
@@ -55,7 +54,7 @@ def to_dict(config: StageConfig) -> dict[str, Any]:
 
 def save_resolved(config: StageConfig, path: Path) -> None:
     """Write the whole configuration, defaults included, so that the run can be read and repeated without its bases."""
-    path.write_text(yaml.safe_dump(to_dict(config), sort_keys=False))
+    path.write_text(write_yaml(to_dict(config)))
 
 
 def read_tree(path: str | Path) -> dict[str, Any]:

@@ -34,9 +34,16 @@ _UniqueKeyLoader.yaml_implicit_resolvers = {
 }
 _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_unique)
 _UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG, _construct_text)
-_UniqueKeyLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes what the loader would take for something else than text."""
+
+
+for _kind in (_UniqueKeyLoader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+    )
 
 
 def parse_yaml(text: str, where: str) -> Any:
@@ -49,3 +56,8 @@ def parse_yaml(text: str, where: str) -> Any:
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
         # PyYAML lets through what its conversions raise: `!!int x`, an integer of 5000 digits, a thousand brackets.
         raise ConfigError(f"{where}: not valid YAML: {error}") from None
+
+
+def write_yaml(tree: Any) -> str:
+    """What `parse_yaml` makes the same tree of, keys in their order."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)

@@ -39,9 +39,8 @@ class Turn:
         """
         tree = dataclasses.asdict(model) | dict(self.defaults) | self._chosen(model) | dict(self.settings)
         new = read_as(ModelConfig, tree, self.pattern or "the new stage's model")
-        new = dataclasses.replace(new, pattern=new.layers)
         self._check(model, new)
-        return new
+        return dataclasses.replace(new, pattern=new.layers)
 
     def _chosen(self, model: ModelConfig) -> dict[str, Any]:
         if self.pattern is not None:

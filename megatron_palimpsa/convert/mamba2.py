@@ -55,7 +55,7 @@ def _check_tokenizer(path: Path, vocab_size: int) -> None:
         # A Unigram model's ids are places in a list.
         ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
         largest = max(int(number) for number in (*ids, *(token["id"] for token in tree["added_tokens"])))
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise ConfigError(f"{path}: not a tokenizer of Hugging Face's tokenizers") from None
     if largest >= vocab_size:
         raise ConfigError(f"{path}: has ids up to {largest}, the model knows {vocab_size} of them")

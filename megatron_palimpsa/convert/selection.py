@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_palimpsa.convert.stage_folder import new_stage
 from megatron_palimpsa.convert.windows import LayerWindows, Quartiles, position_edges
 
 PATTERN = "pattern.yaml"
@@ -33,21 +33,16 @@ def write_selection(output: Path, selection: Selection) -> None:
     """Write the folder `output`, which appears by one rename."""
     from megatron_palimpsa.report.windows import draw_positions, draw_windows
 
-    temporary = output.parent / f".{output.name}.selecting"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
+    with new_stage(output) as place:
+        folder = place.path
         text = f"# {json.dumps(selection.origin)[1:-1]}\nmodel:\n  pattern: {json.dumps(selection.pattern)}\n"
-        (temporary / PATTERN).write_text(text)
+        (folder / PATTERN).write_text(text)
         names = ["quartile_1", "median", "quartile_3"]
-        _write_csv(temporary / "layers.csv", ["layer", "symbol", "chosen", *names], _layer_rows(selection))
-        _write_csv(temporary / "heads.csv", ["layer", "head", *names], _head_rows(selection))
-        draw_windows(selection.layers, selection.chosen, temporary / "windows.png")
+        _write_csv(folder / "layers.csv", ["layer", "symbol", "chosen", *names], _layer_rows(selection))
+        _write_csv(folder / "heads.csv", ["layer", "head", *names], _head_rows(selection))
+        draw_windows(selection.layers, selection.chosen, folder / "windows.png")
         edges = position_edges(selection.seq_length).tolist()
-        draw_positions(selection.layers, selection.chosen, edges, temporary / "positions.png")
-        temporary.rename(output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        draw_positions(selection.layers, selection.chosen, edges, folder / "positions.png")
 
 
 def _write_csv(path: Path, header: list[str], rows: Iterable[list[object]]) -> None:

@@ -81,11 +81,25 @@ def open_tensors(folder: Path) -> dict[str, Stored]:
         if (folder / name).is_file():
             return read(folder / name)
         if index.is_file():
-            places = read_json(index).get("weight_map")
-            if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
-                raise ConfigError(f"{index}: weight_map is missing or does not say which file holds which tensor")
-            return {key: stored for part in sorted(set(places.values())) for key, stored in read(folder / part).items()}
+            return _open_parts(index, read)
     raise ConfigError(f"{folder}: holds neither model.safetensors nor pytorch_model.bin, in one file or with an index")
+
+
+def _open_parts(index: Path, read: Callable[[Path], dict[str, Stored]]) -> dict[str, Stored]:
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
+        raise ConfigError(f"{index}: weight_map is missing or does not say which file holds which tensor")
+    found: dict[str, Stored] = {}
+    for part in sorted(set(places.values())):
+        if not part or Path(part).name != part:
+            raise ConfigError(f"{index}: {part!r} is no name of a file in this folder")
+        for name, stored in read(index.parent / part).items():
+            if places.get(name, part) != part or name in found:
+                raise ConfigError(f"{index}: {name} is in {part}, and not only in the file that weight_map says")
+            found[name] = stored
+    if missing := sorted(places.keys() - found.keys()):
+        raise ConfigError(f"{index}: {missing[0]} is not in {places[missing[0]]}")
+    return found
 
 
 def _open_safetensors(path: Path) -> dict[str, Stored]:
@@ -108,14 +122,18 @@ def _open_pickled(path: Path) -> dict[str, Stored]:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"{path}: damaged or no file of tensors alone: {reason}") from None
     if not isinstance(tensors, dict) or not all(
-        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
+        isinstance(name, str) and isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.is_cpu
+        for name, tensor in tensors.items()
     ):
-        raise ConfigError(f"{path}: holds something else than tensors by name")
+        raise ConfigError(f"{path}: holds something else than dense tensors by name")
     return {name: Stored(tuple(tensor.shape), partial(_rows, path, name, tensor)) for name, tensor in tensors.items()}
 
 
 def _rows(path: Path, name: str, tensor: Any, rows: slice) -> Tensor:
-    value: Tensor = tensor[rows]
+    try:
+        value: Tensor = tensor[rows]
+    except (RuntimeError, SafetensorError) as error:  # a kind of numbers that torch does not read
+        raise ConfigError(f"{path}: {name} cannot be read: {str(error).partition(chr(10))[0]}") from None
     if not value.is_floating_point() or not value.float().isfinite().all():
         raise ConfigError(f"{path}: {name} holds something else than finite numbers")
     return value

@@ -12,10 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import Tensor
 
-from megatron_palimpsa.config import ConfigError, ModelConfig, StageConfig, check_stage, stage_from_dict
+from megatron_palimpsa.config import ConfigError, ModelConfig, StageConfig, check_stage, stage_from_dict, write_yaml
 from megatron_palimpsa.engine.boxes import Box
 from megatron_palimpsa.training import checkpoint_files as files
 from megatron_palimpsa.training.checkpoint_format import write_index, write_rank_file
@@ -68,7 +67,8 @@ def untrained_stage(
 
 def require_new(output: Path) -> None:
     """Raises ConfigError where something is in the place of the stage already."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    # An empty folder can be renamed over, a link cannot, wherever it points to.
+    if output.is_symlink() or (output.exists() and (not output.is_dir() or any(output.iterdir()))):
         raise ConfigError(f"{output} is there already")
 
 
@@ -144,7 +144,7 @@ def complete(
     if tokenizer is not None:
         shutil.copyfile(tokenizer, run.path / tokenizer.name)
     run.write_config(stage)
-    (run.path / MODEL_SECTION).write_text(yaml.safe_dump({"model": section}, sort_keys=False))
+    (run.path / MODEL_SECTION).write_text(write_yaml({"model": section}))
     run.write_marker({"steps": step, "tokens": 0, "seconds": 0.0, "checkpoint": f"checkpoints/step-{step}"})
 
 

@@ -10,6 +10,7 @@ from megatron_palimpsa.config import ConfigError, StageConfig, load_stage
 from megatron_palimpsa.training import checkpoint_files as files
 from megatron_palimpsa.training.checkpoint_state import read_state, require_same_model
 from megatron_palimpsa.training.run_folder import RunFolder
+from megatron_palimpsa.training.saved import stage_of_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +35,14 @@ def find_trained(source: Path) -> Trained:
     Raises:
         ConfigError: it is neither, or what belongs to it is missing.
     """
-    is_checkpoint = source.parent.name == "checkpoints" and source.name.startswith("step-")
-    folder = RunFolder(source.parent.parent if is_checkpoint else source)
+    of_checkpoint = stage_of_checkpoint(source)
+    folder = RunFolder(of_checkpoint or source)
     if not source.is_dir():
         raise ConfigError(f"{source}: no such folder")
     if not folder.config.is_file():
         raise ConfigError(f"{source}: holds no stage ({folder.config.name} is missing)")
     config = load_stage(folder.config)
-    checkpoint = source if is_checkpoint else _last_checkpoint(folder)
+    checkpoint = source if of_checkpoint else _last_checkpoint(folder)
     require_same_model(checkpoint, config.model)
     tokenizer = Path(config.data.tokenizer) if config.data.tokenizer else None
     if tokenizer is not None and not tokenizer.is_file():

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.versions import require_version
 
 from .configuration_palimpsa import PalimpsaHybridConfig
@@ -38,6 +39,22 @@ class PalimpsaHybridPreTrainedModel(PreTrainedModel):
                 init.ones_(module.b_scale)
                 init.zeros_(module.prior_log)
 
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        """Change the number of ids; as before, the embedding has rows up to `pad_vocab_size_multiple` behind them.
+
+        Args:
+            new_num_tokens: how many ids there are then; None: as many as now.
+            pad_to_multiple_of: round that up.
+            mean_resizing: new rows look like the old ones' average, not like a new model's.
+        """
+        multiple = pad_to_multiple_of or 1
+        vocab_size = -(-(new_num_tokens or self.config.vocab_size) // multiple) * multiple
+        embeddings = super().resize_token_embeddings(vocab_size, self.config.pad_vocab_size_multiple, mean_resizing)
+        self.config.vocab_size = vocab_size
+        return embeddings
+
 
 class PalimpsaHybridModel(PalimpsaHybridPreTrainedModel):
     """Embedding, layers and final norm."""
@@ -55,6 +72,8 @@ class PalimpsaHybridModel(PalimpsaHybridPreTrainedModel):
     def set_input_embeddings(self, embeddings: nn.Embedding) -> None:
         self.embeddings = embeddings
 
+    @deprecate_kwarg("past_key_values", version="5.40.0", new_name="cache")
+    @deprecate_kwarg("cache_params", version="5.40.0", new_name="cache")
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -73,6 +92,7 @@ class PalimpsaHybridModel(PalimpsaHybridPreTrainedModel):
             attention_mask: [B, L] over all tokens so far, 0 on padding, which belongs before a row's tokens.
             cache: what an earlier call returned.
             use_cache: keep the states; None is the config's setting, or False in training.
+            output_hidden_states: give the embeddings and every layer's output too, the last behind the final norm.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -89,8 +109,9 @@ class PalimpsaHybridModel(PalimpsaHybridPreTrainedModel):
             hidden = layer(hidden, cache=cache, padding=padding)
             if output_hidden_states:
                 streams.append(hidden)
+        streams[-1] = self.norm_f(hidden)
         output = BaseModelOutputWithPast(
-            last_hidden_state=self.norm_f(hidden),
+            last_hidden_state=streams[-1],
             cache=cache if use_cache else None,
             hidden_states=tuple(streams) if output_hidden_states else None,
         )
@@ -100,10 +121,13 @@ class PalimpsaHybridModel(PalimpsaHybridPreTrainedModel):
         """[B, L], True where a token is none; None where all are some."""
         if attention_mask is None:
             return None
-        if attention_mask.dim() != 2:
-            raise ValueError(
-                f"attention_mask has {attention_mask.dim()} dimensions: only [B, L], 0 on padding, is taken"
+        if not isinstance(attention_mask, Tensor) or attention_mask.dim() != 2:
+            form = (
+                f"{attention_mask.dim()} dimensions"
+                if isinstance(attention_mask, Tensor)
+                else "masks of a static cache"
             )
+            raise ValueError(f"attention_mask has {form}: only [B, L], 0 on padding, is taken")
         seen = 0
         if cache is not None and "*" in self.config.pattern:
             seen = cache.get_seq_length(self.config.pattern.index("*"))
@@ -124,6 +148,8 @@ class PalimpsaHybridForCausalLM(PalimpsaHybridPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.padded_vocab_size, bias=False)
         self.post_init()
 
+    @deprecate_kwarg("past_key_values", version="5.40.0", new_name="cache")
+    @deprecate_kwarg("cache_params", version="5.40.0", new_name="cache")
     def forward(
         self,
         input_ids: Tensor | None = None,

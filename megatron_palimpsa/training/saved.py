@@ -11,7 +11,15 @@ from megatron_palimpsa.training.run_folder import RunFolder
 
 def is_stage(source: Path) -> bool:
     """Whether the path is a stage's folder or the place of one of its checkpoints."""
-    return _is_checkpoint(source) or RunFolder(source).config.is_file()
+    return stage_of_checkpoint(source) is not None or RunFolder(source).config.is_file()
+
+
+def stage_of_checkpoint(source: Path) -> Path | None:
+    """The folder of the stage where `source` is the place of a checkpoint; None where it is not."""
+    # From within a stage too: `step-8` or `.`.
+    whole = source.absolute()
+    is_checkpoint = whole.name.startswith("step-") and whole.parent.name == "checkpoints"
+    return whole.parent.parent if is_checkpoint else None
 
 
 def folder_of(source: Path) -> RunFolder:
@@ -20,7 +28,7 @@ def folder_of(source: Path) -> RunFolder:
     Raises:
         ConfigError: there is none.
     """
-    folder = RunFolder(source.parent.parent if _is_checkpoint(source) else source)
+    folder = RunFolder(stage_of_checkpoint(source) or source)
     if not folder.config.is_file():
         raise ConfigError(f"{source}: holds no stage ({folder.config.name} is missing)")
     return folder
@@ -33,14 +41,10 @@ def find_saved(source: Path) -> tuple[RunFolder, Path]:
         ConfigError: the folder holds no stage, or no intact checkpoint; the named one is damaged.
     """
     folder = folder_of(source)
-    if _is_checkpoint(source):
+    if stage_of_checkpoint(source) is not None:
         if (found := files.fault(source)) is not None:
             raise ConfigError(f"checkpoint {source} is damaged: {found}")
         return folder, source
     if (path := files.latest_intact(folder.checkpoints)) is None:
         raise ConfigError(f"{folder.checkpoints}: holds no intact checkpoint")
     return folder, path
-
-
-def _is_checkpoint(source: Path) -> bool:
-    return source.name.startswith("step-") and source.parent.name == "checkpoints"

@@ -23,6 +23,7 @@ from helpers.published_mamba2 import (
 from helpers.stages import tiny_stage
 from helpers.workers import Workers
 from palimpsa_launch import stages
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_palimpsa import cli
@@ -208,6 +209,39 @@ def cut_safetensors(source: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
 
 
+def bits_that_torch_cannot_read(source: Path) -> None:
+    hugging_face()(source)
+    path = source / "model.safetensors"
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    header, values = json.loads(content[8:start]), content[start:]
+    header[_A_LOG]["dtype"], header[_A_LOG]["shape"] = "F4", [8]
+    first, end = header[_A_LOG]["data_offsets"]
+    values = values[: first + 4] + values[end:]
+    for name in header.keys() - {"__metadata__"}:
+        places = header[name]["data_offsets"]
+        header[name]["data_offsets"] = [place - (end - first - 4) * (place > first) for place in places]
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + values)
+
+
+def in_parts(changes: dict[str, str]) -> Callable[[Path], None]:
+    """Two files of weights and an index of them, whose weight_map is changed."""
+
+    def split(source: Path) -> None:
+        hugging_face()(source)
+        tensors = load_file(source / "model.safetensors")
+        (source / "model.safetensors").unlink()
+        norm = "backbone.norm_f.weight"
+        save_file({norm: tensors.pop(norm)}, source / "model-2.safetensors")
+        save_file(tensors, source / "model-1.safetensors")
+        places = dict.fromkeys(tensors, "model-1.safetensors") | {norm: "model-2.safetensors"}
+        (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places | changes}))
+
+    return split
+
+
+_A_LOG = "backbone.layers.1.mixer.A_log"
 _IN_PROJ = "backbone.layers.1.mixer.in_proj.weight"
 
 
@@ -229,7 +263,10 @@ _IN_PROJ = "backbone.layers.1.mixer.in_proj.weight"
         (change_tensors(lambda tensors: tensors.pop(_IN_PROJ)), f"{_IN_PROJ} is missing"),
         (change_tensors(lambda tensors: tensors.update(more=torch.ones(2))), "more is not known"),
         (change_tensors(lambda tensors: tensors[_IN_PROJ].fill_(math.nan)), f"{_IN_PROJ} holds something else"),
-        (change_tensors(lambda tensors: tensors.update({_IN_PROJ: 1})), "holds something else than tensors by name"),
+        (
+            change_tensors(lambda tensors: tensors.update({_IN_PROJ: 1})),
+            "holds something else than dense tensors by name",
+        ),
         (
             change_tensors(lambda tensors: tensors.update({"lm_head.weight": torch.ones(64, 32)})),
             "to which config.json",
@@ -243,6 +280,15 @@ _IN_PROJ = "backbone.layers.1.mixer.in_proj.weight"
         (hugging_face(num_heads=4), "num_heads=4 * head_dim=8 is not expand * hidden_size"),
         (tokenizer({"model": {"vocab": {"a": 1}}, "added_tokens": [{"id": 61}]}), "tokenizer.json: has ids up to 61"),
         (tokenizer({"model": "none"}), "tokenizer.json: not a tokenizer"),
+        (tokenizer({"model": {"vocab": {"a": math.inf}}, "added_tokens": []}), "tokenizer.json: not a tokenizer"),
+        (change_tensors(lambda tensors: tensors.update({_IN_PROJ: torch.ones(168, 32).to_sparse()})), "dense tensors"),
+        (change_tensors(lambda tensors: tensors.update({_IN_PROJ: torch.ones(168, 32, device="meta")})), "dense"),
+        (bits_that_torch_cannot_read, f"{_A_LOG} cannot be read"),
+        (in_parts({_A_LOG: "../beside.safetensors"}), "'../beside.safetensors' is no name of a file in this folder"),
+        (in_parts({_A_LOG: "/beside.safetensors"}), "'/beside.safetensors' is no name of a file in this folder"),
+        (in_parts({_A_LOG: ""}), "'' is no name of a file in this folder"),
+        (in_parts({_A_LOG: "model-2.safetensors"}), f"{_A_LOG} is in model-1.safetensors, and not only in the file"),
+        (in_parts({"more": "model-2.safetensors"}), "more is not in model-2.safetensors"),
     ],
 )
 def test_what_cannot_be_converted_is_one_message_and_nothing_is_written(
@@ -261,6 +307,10 @@ def test_a_stage_that_is_there_and_a_source_that_is_not(source: Path, capsys: py
     assert "no: no such folder" in capsys.readouterr().err
     assert cli.main(["convert", "mamba2", str(source), str(source.parent)]) == 2
     assert "is there already" in capsys.readouterr().err
+    link = source.parent / "link"
+    link.symlink_to("nowhere")
+    assert cli.main(["convert", "mamba2", str(source), str(link)]) == 2
+    assert "link is there already" in capsys.readouterr().err
 
 
 def test_a_full_disk_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

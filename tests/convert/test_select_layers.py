@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import math
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ from torch import Tensor
 from transformers import Mamba2ForCausalLM
 
 from megatron_palimpsa import cli
+from megatron_palimpsa.config import ConfigError
 from megatron_palimpsa.config.reading import read_tree
 from megatron_palimpsa.convert import mamba2
 from megatron_palimpsa.convert.sample import Sample
 from megatron_palimpsa.convert.select_layers import choose, select_layers, with_palimpsa
-from megatron_palimpsa.convert.selection import Selection
+from megatron_palimpsa.convert.selection import Selection, write_selection
 from megatron_palimpsa.convert.windows import LayerWindows, Quartiles
 
 ROWS, SEQ_LENGTH = 3, 32
@@ -129,6 +131,20 @@ def test_a_blend_of_prepared_sets(source, tiny_data: Path, tmp_path: Path, capsy
     assert cli.main(["convert", "select-layers", *map(str, [source[1], *options])]) == 0
     assert f"{tmp_path}/out/pattern.yaml: MPMMPM" in capsys.readouterr().out
     assert "by 64 tokens of" in (tmp_path / "out" / "pattern.yaml").read_text()
+
+
+def test_two_at_once_do_not_write_into_one_folder(selection, tmp_path: Path) -> None:
+    folder = tmp_path / ".out.converting"
+    folder.mkdir()
+    with (folder / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another process works in this folder"):
+            write_selection(tmp_path / "out", selection[0])
+    assert [path.name for path in folder.iterdir()] == [".lock"]
+    (folder / "layers.csv").write_text("left by a kill")
+    write_selection(tmp_path / "out", selection[0])
+    assert (tmp_path / "out" / "layers.csv").read_text() == (selection[1] / "layers.csv").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize(

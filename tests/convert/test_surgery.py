@@ -274,6 +274,7 @@ ONE = ("--layers", "1")
         (nothing, ("--layers", "1,2"), "layer 2 is * (attention) in the stage: only M (Mamba2) can become P"),
         (nothing, ("--layers", "4"), "only M (Mamba2) can become P, L (Palimpsa-D without importance) can become Q"),
         (nothing, ("--pattern", "P*MP-"), "model.pattern='P*MP-' has 5 layers, the stage has 7"),
+        (nothing, ("--pattern", "|"), "model.pattern='|' has 0 layers, the stage has 7"),
         (nothing, ("--pattern", BEFORE), f"no layer of the stage's pattern '{BEFORE}' would become P or Q"),
         (nothing, ("--pattern", "P*MM-LQ"), "layer 4 is P (Palimpsa-M) in the stage: only M (Mamba2) can become P"),
         (nothing, ("--pattern", "*PMP-LQ"), "layer 1, M in the stage, can become P and not *"),

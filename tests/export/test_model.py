@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import palimpsa_kernels
 import pytest
 import torch
@@ -96,6 +98,51 @@ def test_beams_carry_their_states(model: PalimpsaHybridForCausalLM) -> None:
     settings = {"num_beams": 3, "max_new_tokens": 12, "do_sample": False}
     ids = prompt(6)
     assert torch.equal(model.generate(ids, **settings), model.generate(ids, use_cache=False, **settings))
+
+
+def test_beams_of_padded_rows_are_those_of_each_row_by_itself(model: PalimpsaHybridForCausalLM) -> None:
+    settings = {"num_beams": 2, "num_return_sequences": 2, "max_new_tokens": 6, "do_sample": False}
+    rows = [prompt(3), prompt(7, 1)]
+    ids = torch.cat([torch.nn.functional.pad(row, (7 - row.shape[1], 0), value=5) for row in rows])
+    mask = torch.tensor([[0] * 4 + [1] * 3, [1] * 7])
+    together = model.generate(ids, attention_mask=mask, **settings)
+    for index, row in enumerate(rows):
+        alone = model.generate(row, use_cache=False, **settings)
+        assert torch.equal(together[2 * index : 2 * index + 2, 7:], alone[:, row.shape[1] :])
+
+
+@torch.no_grad()
+def test_a_cache_by_its_older_names_goes_on_too(model: PalimpsaHybridForCausalLM) -> None:
+    ids = prompt(8)
+    whole = model(ids).logits
+    for module, name in itertools.product((model, model.backbone), ("past_key_values", "cache_params")):
+        output = module(ids[:, 5:], **{name: model(ids[:, :5]).cache})
+        logits = output.logits if module is model else model.lm_head(output.last_hidden_state)[..., :61]
+        torch.testing.assert_close(logits, whole[:, 5:], atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_hidden_states_begin_with_the_embeddings_and_end_behind_the_last_norm(model: PalimpsaHybridForCausalLM) -> None:
+    ids = prompt(5)
+    states = model(ids, output_hidden_states=True).hidden_states
+    assert len(states) == 1 + len("MP*-P")
+    assert torch.equal(states[0], model.get_input_embeddings()(ids))
+    assert torch.equal(states[-1], model.backbone(ids).last_hidden_state)
+    torch.testing.assert_close(states[1], model.backbone.layers[0](states[0]))
+
+
+@pytest.mark.parametrize(("arguments", "ids", "rows"), [((70,), 70, 80), ((62,), 62, 64), ((None, 16), 64, 64)])
+def test_more_ids_are_saved_and_loaded_again(tmp_path, arguments: tuple[int | None, ...], ids: int, rows: int) -> None:
+    model = PalimpsaHybridForCausalLM(PalimpsaHybridConfig(**{**GEOMETRY, "pattern": "P"})).eval()
+    randomise(model, 0.3)
+    before = model(prompt(5)).logits
+    model.resize_token_embeddings(*arguments)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert loaded.get_input_embeddings().weight.shape[0] == rows
+    logits = loaded(prompt(5)).logits
+    assert logits.shape == (1, 5, ids)
+    torch.testing.assert_close(logits[..., :61], before)
 
 
 def test_rows_behind_the_vocabulary_have_no_logits(model: PalimpsaHybridForCausalLM) -> None:

@@ -10,7 +10,9 @@ import torch
 from helpers.runs import read_checkpoint
 
 from megatron_palimpsa.config import ConfigError
+from megatron_palimpsa.convert.trained import find_trained
 from megatron_palimpsa.inference import opened
+from megatron_palimpsa.training.saved import find_saved
 
 
 @pytest.mark.parametrize("precision", [None, "fp32"])
@@ -25,9 +27,16 @@ def test_weights_are_those_saved_and_fp32_stays(trained_stage: Path, tmp_path: P
             assert torch.equal(parameter, saved[name].to(parameter.dtype)), name
 
 
-def test_a_checkpoint_of_the_stage_can_be_named(trained_stage: Path) -> None:
+def test_a_checkpoint_of_the_stage_can_be_named(trained_stage: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(trained_stage / "checkpoints" / "step-8") as it:
         assert it.checkpoint.name == "step-8"
+    # By a path that has no parents.
+    monkeypatch.chdir(trained_stage / "checkpoints")
+    folder, checkpoint = find_saved(Path("step-8"))
+    assert (folder.path, checkpoint) == (trained_stage, Path("step-8"))
+    monkeypatch.chdir("step-8")
+    assert find_saved(Path())[0].path == trained_stage
+    assert find_trained(Path()).step == 8
 
 
 def test_what_is_not_there_or_damaged_is_one_message(trained_stage: Path, tmp_path: Path) -> None:

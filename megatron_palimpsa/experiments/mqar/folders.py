@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from megatron_palimpsa.config import ConfigError, read_as, read_tree
+from megatron_palimpsa.config import ConfigError, read_as, read_tree, write_yaml
 from megatron_palimpsa.experiments.mqar.config import SweepConfig, settings
 
 SETTINGS = "settings.yaml"
@@ -35,7 +33,7 @@ def claim_folders(configs: Sequence[SweepConfig]) -> None:
         if not file.exists():
             config.folder.mkdir(parents=True, exist_ok=True)
             temporary = file.with_name(f".settings.{os.getpid()}.tmp")
-            temporary.write_text(yaml.safe_dump(settings(config), sort_keys=False))
+            temporary.write_text(write_yaml(settings(config)))
             temporary.replace(file)
 
 
