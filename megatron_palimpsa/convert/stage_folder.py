@@ -79,7 +79,7 @@ def new_stage(output: Path) -> Iterator[RunFolder]:
     What a killed conversion left of it is removed first.
 
     Raises:
-        ConfigError: another process converts to `output` at this moment.
+        ConfigError: another process converts to `output` at this moment, or did in the meantime.
         OSError: it cannot be written.
     """
     temporary = output.parent / f".{output.name}.converting"
@@ -92,6 +92,8 @@ def new_stage(output: Path) -> Iterator[RunFolder]:
                 elif leftover.name != ".lock":
                     leftover.unlink()
             yield run
+            # Another process may have been faster.
+            require_new(output)
             (temporary / ".lock").unlink()
             temporary.rename(output)
         except OSError as error:

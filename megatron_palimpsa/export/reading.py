@@ -95,6 +95,8 @@ def _check_files(folder: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     for name, checksum in records.items():
+        if Path(name).name != name:
+            raise ConfigError(f"{path}: {name!r} is no name of a file in this folder")
         try:
             found = sha256_file(folder / name)
         except OSError as error:

@@ -144,6 +144,8 @@ def test_two_at_once_do_not_write_into_one_folder(selection, tmp_path: Path) -> 
     (folder / "layers.csv").write_text("left by a kill")
     write_selection(tmp_path / "out", selection[0])
     assert (tmp_path / "out" / "layers.csv").read_text() == (selection[1] / "layers.csv").read_text()
+    with pytest.raises(ConfigError, match="out is there already"):
+        write_selection(tmp_path / "out", selection[0])
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

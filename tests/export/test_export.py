@@ -277,6 +277,7 @@ _BETA = "backbone.layers.1.mixer.beta_up.weight"
         (lambda it: flip_a_bit(it / "model.safetensors"), "model.safetensors: damaged, or changed since the export"),
         (lambda it: (it / "model.safetensors").unlink(), "model.safetensors: cannot be read: No such file"),
         (lambda it: (it / "checksums.json").write_text("[1]"), "checksums.json: cannot be read"),
+        (lambda it: change_json(it / "checksums.json", **{"../x": {"sha256": ""}}), "'../x' is no name of a file in"),
         (lambda it: (it / "config.json").unlink(), "config.json: cannot be read"),
         (lambda it: change_json(it / "config.json", model_type="mamba2"), "model_type='mamba2' is not palimpsa_hybrid"),
         (lambda it: change_json(it / "config.json", pattern="MQ*-"), "layers of the kind Q"),
