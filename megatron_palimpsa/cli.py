@@ -93,13 +93,20 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """What the arguments ask for; SystemExit, with argparse's message on standard error, where they ask for nothing."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    # argparse takes no more positional arguments after an option: CONFIG --dry-run KEY=VALUE.
+    # argparse takes no more positional arguments after an option: CONFIG --dry-run KEY=VALUE, MODEL --seed 1 PROMPT.
+    if len(rest) == 1 and getattr(options, "prompt", "") is None and not _is_an_option(rest[0]):
+        options.prompt = rest.pop()
     overrides = getattr(options, "overrides", None)
     if rest and (overrides is None or any(item.startswith("-") for item in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if overrides is not None:
         options.overrides = [*overrides, *rest]
     return options
+
+
+def _is_an_option(item: str) -> bool:
+    """As argparse tells: what has a space in it is text."""
+    return item.startswith("-") and " " not in item
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -152,7 +159,12 @@ def _add_prep(commands: argparse._SubParsersAction) -> None:
     prep_sources.add(recipes)
     prep_needles.add(recipes)
     prep_sets.add(recipes)
-    demo = recipes.add_parser("demo", help="the demo's tokenizer, sets and blends, from text that this machine has")
+    demo = recipes.add_parser(
+        "demo",
+        help="the demo's tokenizer, sets and blends, from text that this machine has",
+        description="Make the demo's SentencePiece tokenizer, shard sets and blends, from Python's standard library "
+        "and what manuals this machine has; what is there already is verified and kept.",
+    )
     demo.add_argument("--folder", type=Path, default=Path("runs/demo/data"), help="output folder (%(default)s)")
     demo.set_defaults(command=_prep_demo)
 

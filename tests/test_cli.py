@@ -74,6 +74,15 @@ def test_complete_stage_answers_without_torch(stage, tmp_path):
     assert "Stage stage is complete already: 8 steps, 512 tokens, 0:00:03" in answer.stdout
 
 
+@pytest.mark.parametrize(
+    ("command", "says"), [("eval nll", "its 95 % band over documents"), ("prep demo", "Make the demo's SentencePiece")]
+)
+def test_help_of_a_command_says_what_it_does(capsys, command, says):
+    with pytest.raises(SystemExit):
+        cli.parse([*command.split(), "--help"])
+    assert says in " ".join(capsys.readouterr().out.split())
+
+
 def test_what_argparse_refuses_exits_2_too():
     for arguments in ([], ["fly"], ["train", "stage.yaml", "--fast"], ["report", "runs", "more"]):
         with pytest.raises(SystemExit) as caught:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_palimpsa.config import load_stage
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("kernels/**/*.md")])
 PLACES = [
@@ -27,7 +29,7 @@ PLACES += [
     "kernels/benchmarks",
     "data_prep/benchmarks",
 ]
-MADE_BY_RUNS = {"config.yaml", "report.md", "model.yaml", "pattern.yaml"}
+MADE_BY_RUNS = {"config.yaml", "report.md", "model.yaml", "pattern.yaml", "runs/mine/train.yaml"}
 
 
 def named_files(text: str) -> set[str]:
@@ -49,6 +51,15 @@ def test_every_link_inside_the_repository_leads_somewhere(document: Path) -> Non
     links = re.findall(r"\]\(([^)#]+)\)", document.read_text())
     inside = [link for link in links if "://" not in link]
     assert [link for link in inside if not (document.parent / link).exists()] == []
+
+
+def test_the_recipe_for_a_converted_model_is_complete(tmp_path: Path) -> None:
+    (recipe,) = re.findall(r"^```yaml\n(base: start/model.yaml.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    (tmp_path / "train.yaml").write_text(recipe)
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "model.yaml").write_text("model: {pattern: MP, hidden_size: 64, vocab_size: 312}")
+    config = load_stage(tmp_path / "train.yaml")
+    assert (config.folder, config.total_steps) == (Path("runs/mine/train"), 954)
 
 
 def test_every_make_command_is_a_target() -> None:

@@ -79,7 +79,7 @@ def _add_nll(kinds: argparse._SubParsersAction) -> None:
         "nll",
         help="two models' losses by the position in the document",
         description="Mean NLL of two models by the position in the document on the same text, and the difference with "
-        "its 95 %% band over documents: nll.csv, nll.json, nll.png.",
+        "its 95 % band over documents: nll.csv, nll.json, nll.png.",
     )
     nll.add_argument("a", type=Path, metavar="A", help="a stage's folder, one of its checkpoints, or an export")
     nll.add_argument("b", type=Path, metavar="B", help="the model that A is compared with")

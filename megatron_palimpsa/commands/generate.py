@@ -119,7 +119,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 
     if options.prompts is not None:
         if options.prompt is not None:
-            raise ConfigError("a prompt and --prompts: give one of them")
+            raise ConfigError("a prompt and --prompts exclude each other: give one of them")
         return read_prompts(options.prompts)
     try:
         # What is not UTF-8 arrives as lone surrogates or not at all.
@@ -132,6 +132,8 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 
 def _print_text(steps: Iterator[list[str | None]]) -> None:
     for (piece,) in steps:
+        # Which kernel takes a single token is said when it first does: in the middle of the text.
+        logging.getLogger("palimpsa_kernels").setLevel(logging.WARNING)
         if piece:
             print(piece, end="", flush=True)
     print(flush=True)

@@ -134,7 +134,7 @@ def _measured(
         require_same(path, there, settings)
         logger.info("%s: measured already", scorer.task)
         return found
-    logger.info("%s: %d documents of %d tokens", scorer.task, len(documents), sum(map(len, documents)))
+    logger.info("%s: %d documents, %d tokens in all", scorer.task, len(documents), sum(map(len, documents)))
     found = measure(scorer, documents, edges)
     content = io.BytesIO()
     np.savez(content, settings=np.array(json.dumps(settings)), losses=found.losses, tokens=found.tokens)

@@ -206,9 +206,15 @@ class _Blend:
         self, entry: BlendEntry, tokenizer: TokenizerInfo, config: StageConfig, tokenizer_sha256: str
     ) -> None:
         if tokenizer.vocab_size > config.model.vocab_size:
+            advice = (
+                "raise model.vocab_size or use another tokenizer"
+                if config.init_from is None
+                else f"prepare the text with the tokenizer of init_from.stage={config.init_from.stage!r}, whose "
+                "weights know no other ids"
+            )
             raise ConfigError(
                 f"{self._where}: set {entry.folder} has a vocabulary of {tokenizer.vocab_size} ids, "
-                f"model.vocab_size is {config.model.vocab_size}; raise model.vocab_size or use another tokenizer"
+                f"model.vocab_size is {config.model.vocab_size}; {advice}"
             )
         if tokenizer.sha256 != tokenizer_sha256:
             raise ConfigError(

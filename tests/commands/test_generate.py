@@ -14,6 +14,7 @@ import torch
 from helpers.published_mamba2 import random_mamba2
 from helpers.runs import run, start
 from palimpsa_data import tokenizers
+from palimpsa_kernels import dispatch
 
 from megatron_palimpsa import cli
 from megatron_palimpsa.commands import generate
@@ -82,6 +83,33 @@ def test_one_prompt_is_continued_as_by_the_source_and_speed_and_state_are_said(f
         assert state == (
             "state: 16,896 bytes: content 12,288, importance 0, convolution 4,608, attention's keys and values 0"
         )
+
+
+def test_an_option_may_stand_before_the_prompt_whose_text_no_notice_of_a_kernel_cuts(folder, monkeypatch):
+    real = text.stream_texts
+
+    def noticed(*arguments, **settings):
+        for number, pieces in enumerate(real(*arguments, **settings)):
+            dispatch.say_once(f"notice {number}")
+            yield pieces
+
+    dispatch.say_once.cache_clear()
+    monkeypatch.setattr(text, "stream_texts", noticed)
+    terminal = io.StringIO()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setattr("sys.stderr", terminal)
+    assert called(folder / "base", "--max-new-tokens", COUNT, PROMPTS[0]) == 0
+    before, after = terminal.getvalue().split(expected(folder)[0] + "\n")
+    assert before.endswith("notice 0\n")
+    assert after.startswith("prefill: ")
+
+
+@pytest.mark.parametrize("prompts", [["--seed", "1", "a", "b"], ["a", "--seed", "1", "b"], ["--seed", "1", "-b"]])
+def test_two_prompts_and_unknown_options_are_refused(capsys, prompts):
+    with pytest.raises(SystemExit) as caught:
+        called("folder", *prompts)
+    assert caught.value.code == 2
+    assert "unrecognized arguments: " in capsys.readouterr().err
 
 
 def test_a_file_of_prompts_gives_an_object_each_in_their_order(folder, tmp_path, capsys):
@@ -208,7 +236,8 @@ def damaged(folder: Path) -> Path:
     [
         (["base", ""], "the prompt is empty"),
         (["base", "a\udcff"], "the prompt is not UTF-8 text"),
-        (["base", "abc", "--prompts", "p.txt"], "a prompt and --prompts: give one of them"),
+        (["base", "abc", "--prompts", "p.txt"], "a prompt and --prompts exclude each other"),
+        (["base", "--prompts", "p.txt", "abc"], "a prompt and --prompts exclude each other"),
         (["base", "--prompts", "none.txt"], "cannot read the prompts"),
         (["base", "abc", "--top-p", "2"], "top_p=2.0"),
         (["base", "abc", "--tokenizer", "none.json"], "cannot read the tokenizer"),

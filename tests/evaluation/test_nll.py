@@ -49,13 +49,14 @@ def direct(stage: Path, length: int) -> list[np.ndarray]:
 
 
 def test_two_models_are_compared_by_position(
-    evaluated_stage: Path, other_stage: Path, texts: Path, tmp_path: Path, monkeypatch: Any
+    evaluated_stage: Path, other_stage: Path, texts: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     output = tmp_path / "nll"
     command = ["eval", "nll", str(evaluated_stage), str(other_stage), "--text", str(texts), "--text-column", "body"]
     command += ["--output", str(output), "--length", "60", "--batch-tokens", "100"]
     assert cli.main(command) == 0
     a, b = direct(evaluated_stage, 60), direct(other_stage, 60)
+    assert capsys.readouterr().out.count(f": 4 documents, {sum(len(losses) + 1 for losses in a)} tokens in all\n") == 2
     with (output / "nll.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(int(row["start"]), int(row["stop"])) for row in rows] == [(0, 16), (16, 32), (32, 59)]

@@ -335,7 +335,9 @@ def test_a_missing_tokenizer(folder: Path) -> None:
 
 
 def test_a_vocabulary_larger_than_the_models(folder: Path) -> None:
-    refused(folder, "61 ids", "model.vocab_size is 60", "one", model={"vocab_size": 60})
+    refused(folder, "61 ids", "model.vocab_size is 60", "one", "raise model.vocab_size", model={"vocab_size": 60})
+    advice = "; prepare the text with the tokenizer of init_from.stage='start'"
+    refused(folder, "model.vocab_size is 60" + advice, model={"vocab_size": 60}, init_from={"stage": "start"})
 
 
 def test_more_epochs_than_allowed(folder: Path) -> None:

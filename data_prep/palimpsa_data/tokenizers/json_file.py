@@ -123,8 +123,10 @@ class GigatokenTokenizer(Tokenizer):
         return self.reference.decode(ids)
 
 
-def _plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
+def _plain_settings(settings: Any) -> dict[str, Any]:
     """The file's settings without what would add, drop or randomise ids: truncation, padding, templates, dropout."""
+    if not isinstance(settings, dict) or not isinstance(settings.get("model"), dict):
+        raise ValueError("not a tokenizer.json of Hugging Face's tokenizers")
     model = {**settings["model"], "dropout": None}
     added = settings.get("added_tokens") or []
     return {

@@ -210,6 +210,13 @@ def test_damaged_files_are_named(tmp_path: Path, content: bytes) -> None:
         load(tmp_path / "tokenizer.json")
 
 
+@pytest.mark.parametrize("content", ["{}", "[1]", '{"model": 3}', '{"vocab_size": 2048, "sha256": "0"}'])
+def test_other_json_is_called_no_tokenizer(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(DataError, match=r"not a tokenizer\.json of Hugging Face's tokenizers$"):
+        load(tmp_path / "tokenizer.json")
+
+
 def test_wrong_paths_and_backends_are_said(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"none\.json"):
         load(tmp_path / "none.json")
