@@ -37,6 +37,7 @@ def _mamba2(options: argparse.Namespace) -> int:
     from megatron_palimpsa.convert.stage_folder import MODEL_SECTION
     from megatron_palimpsa.training.parameters import count_parameters
 
-    model = convert(options.source, options.output).model
-    print(f"{options.output}: {len(model.layers)} layers, {count_parameters(model):,} parameters, {MODEL_SECTION}")
+    stage = convert(options.source, options.output)
+    size = f"{len(stage.model.layers)} layers, {count_parameters(stage.model):,} parameters"
+    print(f"{options.output}: {size} in {stage.train.precision} (train.precision), {MODEL_SECTION}")
     return 0

@@ -52,8 +52,10 @@ def _huggingface(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
+    from megatron_palimpsa.convert.surgery import REPORT
     from megatron_palimpsa.export.verify import TOLERANCE, verify
     from megatron_palimpsa.training.exit_codes import ExitCode
+    from megatron_palimpsa.training.saved import stage_of_checkpoint
 
     found = verify(options.source, options.target, options.text, options.tokens)
     print(
@@ -61,5 +63,10 @@ def _verify(options: argparse.Namespace) -> int:
         f"(allowed: {TOLERANCE:.0e} of those, {TOLERANCE * found.largest:.1e}); "
         f"the likeliest id is the same at {found.agreeing} of {found.tokens} tokens"
     )
-    print("PASS: the same function" if found.passed else "FAIL: another function")
-    return ExitCode.COMPLETE if found.passed else ExitCode.FAILED
+    if found.passed:
+        print("PASS: the same function")
+        return ExitCode.COMPLETE
+    report = (stage_of_checkpoint(options.target) or options.target) / REPORT
+    meant = f"; {report} says what its conversion changed on purpose" if report.is_file() else ""
+    print(f"FAIL: another function{meant}")
+    return ExitCode.FAILED

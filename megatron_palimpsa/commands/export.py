@@ -35,6 +35,8 @@ def _export(options: argparse.Namespace) -> int:
     from megatron_palimpsa.export.write import export
     from megatron_palimpsa.training.parameters import count_parameters
 
-    model = export(options.source, options.output, options.dtype, options.tokenizer).model
-    print(f"{options.output}: {len(model.layers)} layers, {count_parameters(model):,} parameters, README.md")
+    model, dtype = export(options.source, options.output, options.dtype, options.tokenizer)
+    hint = "" if dtype == "fp32" else " (--dtype fp32 keeps what training has)"
+    size = f"{len(model.layers)} layers, {count_parameters(model):,} parameters in {dtype}"
+    print(f"{options.output}: {size}{hint}, README.md")
     return 0

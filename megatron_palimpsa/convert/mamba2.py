@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from palimpsa_data.tokenizers.json_file import TOKENIZER_CONFIG
+
 from megatron_palimpsa.config import ConfigError, StageConfig
 from megatron_palimpsa.convert.mamba2_config import read_geometry
 from megatron_palimpsa.convert.named_tensors import EMBEDDINGS, boxes, check_tensors
@@ -50,6 +52,8 @@ def convert(source: str, output: Path) -> StageConfig:
 
 def _check_tokenizer(path: Path, vocab_size: int) -> None:
     tree = read_json(path)
+    if (beside := path.with_name(TOKENIZER_CONFIG)).is_file():
+        read_json(beside)
     try:
         vocabulary = tree["model"]["vocab"]
         # A Unigram model's ids are places in a list.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from palimpsa_data.tokenizers.json_file import TOKENIZER_CONFIG
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -41,7 +42,7 @@ def locate(source: str) -> Path:
     except ImportError:
         raise ConfigError(f"{source}: no such folder; for names on the hub `pip install huggingface_hub`") from None
     try:
-        settings = ["config.json", "tokenizer.json"]
+        settings = ["config.json", "tokenizer.json", TOKENIZER_CONFIG]
         folder = Path(snapshot_download(source, allow_patterns=[*settings, "model*.safetensors*"]))
         if not any(folder.glob("model*.safetensors")):
             folder = Path(snapshot_download(source, allow_patterns=[*settings, "pytorch_model*.bin*"]))

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from palimpsa_data.tokenizers.json_file import TOKENIZER_CONFIG
 from torch import Tensor
 
 from megatron_palimpsa.config import ConfigError, ModelConfig, StageConfig, check_stage, stage_from_dict, write_yaml
@@ -40,7 +41,7 @@ def untrained_stage(
 
     Args:
         section: its `model:` section, where `seq_length` may be missing.
-        tokenizer: the file that `complete` copies, whose name it takes over.
+        tokenizer: the file that `complete` copies, whose name it takes over, with the settings beside it.
         where: of the model, for messages.
 
     Raises:
@@ -144,10 +145,18 @@ def complete(
 ) -> None:
     """Add what makes the folder a complete stage: configuration, `model:` section for recipes, tokenizer, marker."""
     if tokenizer is not None:
-        shutil.copyfile(tokenizer, run.path / tokenizer.name)
+        _copy_tokenizer(tokenizer, run.path)
     run.write_config(stage)
     (run.path / MODEL_SECTION).write_text(write_yaml({"model": section}))
     run.write_marker({"steps": step, "tokens": 0, "seconds": 0.0, "checkpoint": f"checkpoints/step-{step}"})
+
+
+def _copy_tokenizer(path: Path, folder: Path) -> None:
+    shutil.copyfile(path, folder / path.name)
+    beside = path.with_name(TOKENIZER_CONFIG)
+    # A SentencePiece model says itself what ends a document.
+    if path.suffix == ".json" and beside.is_file():
+        shutil.copyfile(beside, folder / beside.name)
 
 
 def stretches(rows: slice, *width: int) -> Iterator[slice]:

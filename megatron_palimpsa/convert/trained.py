@@ -10,7 +10,7 @@ from megatron_palimpsa.config import ConfigError, StageConfig, load_stage
 from megatron_palimpsa.training import checkpoint_files as files
 from megatron_palimpsa.training.checkpoint_state import read_state, require_same_model
 from megatron_palimpsa.training.run_folder import RunFolder
-from megatron_palimpsa.training.saved import stage_of_checkpoint
+from megatron_palimpsa.training.saved import no_stage, stage_of_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def find_trained(source: Path) -> Trained:
     if not source.is_dir():
         raise ConfigError(f"{source}: no such folder")
     if not folder.config.is_file():
-        raise ConfigError(f"{source}: holds no stage ({folder.config.name} is missing)")
+        raise no_stage(folder)
     config = load_stage(folder.config)
     checkpoint = source if of_checkpoint else _last_checkpoint(folder)
     require_same_model(checkpoint, config.model)

@@ -45,7 +45,7 @@ class Side:
     rounded: bool
     """Its weights are in bf16 but for those that stay fp32."""
     logits: Callable[[Tensor, bool], Tensor]
-    """Of ids [1, T] -> [T, at least vocab_size] fp32; True rounds its weights to bf16 first."""
+    """Of ids [1, T] -> [T, at least vocab_size] fp32; True first rounds to bf16 what a bf16 export has in it."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +169,8 @@ def _of_export(path: Path, ids: Tensor, rounded: bool) -> Tensor:
 def _of_mamba2(folder: Path, model: ModelConfig, rows: int, ids: Tensor, rounded: bool) -> Tensor:
     from transformers import Mamba2Config, Mamba2ForCausalLM
 
+    from megatron_palimpsa.hf.layers_palimpsa import FP32_PARAMETERS
+
     config = Mamba2Config(
         vocab_size=rows,
         hidden_size=model.hidden_size,
@@ -189,7 +191,9 @@ def _of_mamba2(folder: Path, model: ModelConfig, rows: int, ids: Tensor, rounded
     state = {name: stored.rows(slice(None)).float() for name, stored in weights.items() if name != HEAD}
     state[HEAD] = state[EMBEDDINGS] if model.tie_embeddings else weights[HEAD].rows(slice(None)).float()
     if rounded:
-        state = {name: value.bfloat16().float() for name, value in state.items()}
+        for name, value in state.items():
+            if name.rpartition(".")[2] not in FP32_PARAMETERS:
+                state[name] = value.bfloat16().float()
     theirs.load_state_dict(state, assign=True)
     return _logits(theirs.eval(), ids)
 

@@ -38,14 +38,19 @@ _CODE = tuple(f"{part}_palimpsa.py" for part in ("configuration", "modeling", "l
 _TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def export(source: Path, output: Path, dtype: Dtype | None = None, tokenizer: Path | None = None) -> StageConfig:
-    """Write the model of a stage's folder, or of one of its checkpoints, as the folder `output`; -> the stage.
+def export(
+    source: Path, output: Path, dtype: Dtype | None = None, tokenizer: Path | None = None
+) -> tuple[ModelConfig, Dtype]:
+    """Write the model of a stage's folder, or of one of its checkpoints, as the folder `output`.
 
     Weights go through memory some rows of a stored tensor at a time.
 
     Args:
         dtype: of the weights but for those that stay fp32; None is the stage's precision (fp32 for fp16).
         tokenizer: its file, in place of the stage's.
+
+    Returns:
+        The model, and the dtype of its weights.
 
     Raises:
         ConfigError: there is no intact checkpoint, it cannot be exported, or `output` is there already.
@@ -72,7 +77,7 @@ def export(source: Path, output: Path, dtype: Dtype | None = None, tokenizer: Pa
             (place.path / "README.md").write_text(card)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
-    return config
+    return config.model, dtype
 
 
 def _require_said(model: ModelConfig, where: str) -> None:

@@ -30,8 +30,16 @@ def folder_of(source: Path) -> RunFolder:
     """
     folder = RunFolder(stage_of_checkpoint(source) or source)
     if not folder.config.is_file():
-        raise ConfigError(f"{source}: holds no stage ({folder.config.name} is missing)")
+        raise no_stage(folder)
     return folder
+
+
+def no_stage(folder: RunFolder) -> ConfigError:
+    """What to say of a folder without a stage's configuration."""
+    hint = ""
+    if (folder.path / "config.json").is_file():
+        hint = "; `convert mamba2` makes one of a published Mamba2 model, `convert huggingface` of what `export` wrote"
+    return ConfigError(f"{folder.path}: holds no stage ({folder.config.name} is missing){hint}")
 
 
 def find_saved(source: Path) -> tuple[RunFolder, Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from helpers.published_mamba2 import (
 )
 from helpers.stages import tiny_stage
 from helpers.workers import Workers
+from palimpsa_data.tokenizers import load
 from palimpsa_launch import stages
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from megatron_palimpsa import cli
@@ -159,6 +162,57 @@ def test_a_tokenizer_comes_along(source: Path, tmp_path: Path) -> None:
     assert Path(stage.data.tokenizer).read_text() == (source / "tokenizer.json").read_text()
 
 
+def ending_with(end: str, source: Path) -> None:
+    """A tokenizer of which only the tokenizer_config.json beside it says that `end` ends documents."""
+    encoder = Tokenizer(models.BPE({"a": 0, "b": 1, **{f"unused {number}": number for number in range(2, 58)}}, []))
+    encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    encoder.decoder = decoders.ByteLevel()
+    encoder.add_special_tokens(["</s>", "<stop>", "<pad>"])
+    encoder.save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+
+
+def test_what_ends_documents_stays_through_every_conversion(source: Path, tmp_path: Path) -> None:
+    ending_with("<stop>", source)
+    base, surgery, exported, back = (tmp_path / name for name in ("base", "surgery", "exported", "back"))
+    for step in (
+        ("convert", "mamba2", source, base),
+        ("convert", "palimpsa", base, surgery, "--layers", "2"),
+        ("export", surgery, exported),
+        ("convert", "huggingface", exported, back),
+    ):
+        assert cli.main([str(part) for part in step]) == 0
+    for stage in (base, surgery, back):
+        path = load_stage(stage / "config.yaml").data.tokenizer
+        assert Path(path).parent == stage
+        assert load(path, backend="huggingface").eod_id == 59
+    assert json.loads((exported / "config.json").read_text())["eos_token_id"] == 59
+
+
+def test_a_model_of_the_hub_comes_with_what_ends_documents(source: Path, tmp_path: Path, monkeypatch) -> None:
+    def download(name: str, allow_patterns: list[str]) -> str:
+        assert name == "state-spaces/small"
+        for path in source.iterdir():
+            if any(path.match(pattern) for pattern in allow_patterns):
+                shutil.copy(path, cache)
+        return str(cache)
+
+    ending_with("<stop>", source)
+    (cache := tmp_path / "cache").mkdir()
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    stage = mamba2.convert("state-spaces/small", tmp_path / "base")
+    assert load(stage.data.tokenizer, backend="huggingface").eod_id == 59
+
+
+def test_a_published_model_in_the_place_of_a_stage(source: Path, tmp_path: Path, capsys) -> None:
+    for command in (
+        ("generate", source, "text"),
+        ("convert", "palimpsa", source, tmp_path / "new", "--layers", "1"),
+    ):
+        assert cli.main([str(part) for part in command]) == 2
+        assert "(config.yaml is missing); `convert mamba2` makes one" in capsys.readouterr().err
+
+
 def change_config(**changes: Any) -> Callable[[Path], None]:
     def change(source: Path) -> None:
         path = source / "config.json"
@@ -280,6 +334,10 @@ _IN_PROJ = "backbone.layers.1.mixer.in_proj.weight"
         (hugging_face(num_heads=4), "num_heads=4 * head_dim=8 is not expand * hidden_size"),
         (tokenizer({"model": {"vocab": {"a": 1}}, "added_tokens": [{"id": 61}]}), "tokenizer.json: has ids up to 61"),
         (tokenizer({"model": "none"}), "tokenizer.json: not a tokenizer"),
+        (
+            lambda source: (ending_with("", source), (source / "tokenizer_config.json").write_text("{")),
+            "_config.json: cannot",
+        ),
         (tokenizer({"model": {"vocab": {"a": math.inf}}, "added_tokens": []}), "tokenizer.json: not a tokenizer"),
         (change_tensors(lambda tensors: tensors.update({_IN_PROJ: torch.ones(168, 32).to_sparse()})), "dense tensors"),
         (change_tensors(lambda tensors: tensors.update({_IN_PROJ: torch.ones(168, 32, device="meta")})), "dense"),

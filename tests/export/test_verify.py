@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -28,13 +29,33 @@ def test_a_published_model_and_its_stage(source: Path, capsys: pytest.CaptureFix
     assert "PASS" in capsys.readouterr().out
 
 
+def test_a_published_model_and_a_bf16_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    random_mamba2(n_groups=2, vocab_size=61, tie_word_embeddings=False).save_pretrained(tmp_path / "source")
+    assert cli.main(["convert", "mamba2", str(tmp_path / "source"), str(tmp_path / "base")]) == 0
+    assert cli.main(["export", str(tmp_path / "base"), str(tmp_path / "exported")]) == 0
+    base, exported = capsys.readouterr().out.splitlines()
+    assert "parameters in bf16 (train.precision)" in base
+    assert "parameters in bf16 (--dtype fp32 keeps" in exported
+    assert cli.main(["convert", "verify", str(tmp_path / "source"), str(tmp_path / "exported")]) == 0
+    assert cli.main(["export", str(tmp_path / "base"), str(tmp_path / "whole"), "--dtype", "fp32"]) == 0
+    assert "parameters in fp32, README.md" in capsys.readouterr().out
+
+
 def test_one_weight_that_differs(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = random_mamba2(n_groups=2, vocab_size=61, tie_word_embeddings=False).bfloat16().float()
     with torch.no_grad():
         model.backbone.layers[1].mixer.A_log[3] += 1e-2
     model.save_pretrained(tmp_path)
     assert cli.main(["convert", "verify", str(tmp_path), str(source.parent / "base")]) == 1
-    assert "FAIL" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith("FAIL: another function\n")
+
+    # As `convert palimpsa` leaves it.
+    start = tmp_path / "start"
+    shutil.copytree(source.parent / "base", start)
+    (start / "conversion.json").write_text("{}")
+    for target in (start, start / "checkpoints" / "step-0"):
+        assert cli.main(["convert", "verify", str(tmp_path), str(target), "--tokens", "64"]) == 1
+        assert f"FAIL: another function; {start}/conversion.json says" in capsys.readouterr().out
 
 
 def test_what_cannot_be_compared(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

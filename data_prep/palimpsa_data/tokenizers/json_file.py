@@ -17,6 +17,8 @@ from palimpsa_data.optional import optional_packages
 from palimpsa_data.tokenizers.base import Batch, Tokenizer
 from palimpsa_data.tokenizers.probes import PROBES
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
+"""Beside the file: its eos_token and pad_token come first."""
 _END_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|eos|>")
 _PAD_TOKENS = ("<|padding|>", "<pad>", "<|pad|>", "[PAD]")
 _SLICE_CHARACTERS = 1 << 16  # encodings take some 100 bytes a token until their ids are taken out: a cache's worth
@@ -141,7 +143,7 @@ def _plain_settings(settings: Any) -> dict[str, Any]:
 
 def _control_tokens(path: Path, vocabulary: dict[str, int]) -> tuple[str | None, str | None]:
     """The token that ends documents and the one that pads: those of the tokenizer_config.json beside the file first."""
-    config = path.with_name("tokenizer_config.json")
+    config = path.with_name(TOKENIZER_CONFIG)
     settings = json.loads(config.read_bytes()) if config.is_file() else {}
     named = [settings.get(role) for role in ("eos_token", "pad_token")]
     end, pad = (token["content"] if isinstance(token, dict) else token for token in named)
