@@ -40,6 +40,8 @@ LARGE_LAYOUTS = {
     "tp2-sp-cp2": Layout(tp=2, sequence_parallel=True, cp=2, distributed_optimizer=True),
 }
 ALL = LAYOUTS | LARGE_LAYOUTS
+QUICK = ("one", "dp2-distopt", "tp2-sp", "pp2-vpp2", "cp2-distopt")
+"""Savers of `make test`: each kind of parallelism in its harder form."""
 
 
 def run_on(workers: Workers, config: StageConfig, ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -59,7 +61,7 @@ def loaders(saver: str, table: dict[str, Layout]) -> list[str]:
     return ["one", *following]
 
 
-@pytest.mark.parametrize("saver", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.long) for name in LARGE_LAYOUTS)])
+@pytest.mark.parametrize("saver", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in ALL])
 def test_loaded_under_any_layout_it_goes_on_as_the_saver(saver: str, four_processes: Workers, tmp_path: Path) -> None:
     layout = ALL[saver]
     saved: list[Resumed] = run_on(

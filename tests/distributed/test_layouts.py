@@ -67,7 +67,7 @@ def test_so_it_does_with(
     [
         (Layout(tp=2, cp=2), {}),
         (Layout(tp=2, sequence_parallel=True, dp=2, distributed_optimizer=True, ngroups=2), {}),
-        (Layout(tp=4, sequence_parallel=True, ngroups=2, tied=False), {}),
+        pytest.param(Layout(tp=4, sequence_parallel=True, ngroups=2, tied=False), {}, marks=pytest.mark.long),
         (Layout(tp=2, sequence_parallel=True, pipeline=Pipeline(2, 2)), {}),
         (Layout(tp=2, sequence_parallel=True), {"pattern": "QL"}),
     ],
