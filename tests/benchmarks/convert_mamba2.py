@@ -35,20 +35,8 @@ from megatron_palimpsa.convert.sources import open_tensors, read_json
 from megatron_palimpsa.model.mamba2_names import lines, sizes
 
 SECONDS, GIGABYTES = 300, 12
-CONFIG = {
-    "d_model": 2560,
-    "d_intermediate": 0,
-    "n_layer": 64,
-    "vocab_size": 50277,
-    "ssm_cfg": {"layer": "Mamba2"},
-    "attn_layer_idx": [],
-    "attn_cfg": {},
-    "rms_norm": True,
-    "residual_in_fp32": True,
-    "fused_add_norm": True,
-    "pad_vocab_size_multiple": 16,
-    "tie_embeddings": True,
-}
+CONFIG = json.loads((Path(__file__).parents[1] / "helpers" / "mamba2-2.7b.json").read_text())
+"""The published config.json."""
 
 
 def main() -> int:

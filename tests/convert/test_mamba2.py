@@ -44,20 +44,7 @@ from megatron_palimpsa.training.stages import find_source
 
 VOCABULARY = 61
 """Ids that a text has; 50277 made small. state-spaces' embedding has 64 rows for them, Hugging Face's as many."""
-PUBLISHED = {  # of mamba2-2.7b
-    "d_model": 2560,
-    "d_intermediate": 0,
-    "n_layer": 64,
-    "vocab_size": 50277,
-    "ssm_cfg": {"layer": "Mamba2"},
-    "attn_layer_idx": [],
-    "attn_cfg": {},
-    "rms_norm": True,
-    "residual_in_fp32": True,
-    "fused_add_norm": True,
-    "pad_vocab_size_multiple": 16,
-    "tie_embeddings": True,
-}
+PUBLISHED = json.loads((Path(__file__).parents[1] / "helpers" / "mamba2-2.7b.json").read_text())
 
 
 @pytest.fixture(scope="module")

@@ -257,7 +257,7 @@ def test_the_fingerprint_stays_where_nothing_of_the_order_changes(folder: Path) 
 # Wrong input
 
 
-def refused(folder: Path, *parts: str, **overrides: Any) -> None:
+def assert_refused(folder: Path, *parts: str, **overrides: Any) -> None:
     with pytest.raises(ConfigError) as error:
         StageData(stage(folder, **overrides))
     for part in parts:
@@ -284,28 +284,28 @@ def refused(folder: Path, *parts: str, **overrides: Any) -> None:
 )
 def test_wrong_blends(folder: Path, entries: list[Any], parts: list[str]) -> None:
     write_blend(folder / "train.yaml", entries)
-    refused(folder, "data.train_blend=", "train.yaml", *parts)
+    assert_refused(folder, "data.train_blend=", "train.yaml", *parts)
 
 
 def test_a_missing_blend(folder: Path) -> None:
     (folder / "valid.yaml").unlink()
-    refused(folder, "data.valid_blend=", "valid.yaml", "prepare the data first")
+    assert_refused(folder, "data.valid_blend=", "valid.yaml", "prepare the data first")
 
 
 def test_a_blend_that_is_not_yaml(folder: Path) -> None:
     (folder / "train.yaml").write_text("- {set: one, set: two, weight: 1}")
-    refused(folder, "train.yaml", "'set' is given twice")
+    assert_refused(folder, "train.yaml", "'set' is given twice")
 
 
 def test_a_missing_set(folder: Path) -> None:
     write_blend(folder / "train.yaml", [{"set": "three", "weight": 1}])
-    refused(folder, "data.train_blend=", "three/set.json is missing", "prepare the data again")
+    assert_refused(folder, "data.train_blend=", "three/set.json is missing", "prepare the data again")
 
 
 def test_a_truncated_shard(folder: Path) -> None:
     path = folder / "one" / "one-00001-of-00002.bin"
     path.write_bytes(path.read_bytes()[:-2])
-    refused(folder, "data.train_blend=", "one-00001-of-00002.bin", "truncated")
+    assert_refused(folder, "data.train_blend=", "one-00001-of-00002.bin", "truncated")
 
 
 def test_swapped_shards(folder: Path) -> None:
@@ -315,36 +315,38 @@ def test_swapped_shards(folder: Path) -> None:
     one, other = first.read_bytes(), second.read_bytes()
     first.write_bytes(other)
     second.write_bytes(one)
-    refused(folder, "one-00000-of-00002.bin: content differs", "swapped")
+    assert_refused(folder, "one-00000-of-00002.bin: content differs", "swapped")
 
 
 def test_an_edited_manifest(folder: Path) -> None:
     path = folder / "two" / "two-00000-of-00001.manifest.json"
     path.write_text(path.read_text().replace('"documents": 30', '"documents": 29'))
-    refused(folder, "two-00000-of-00001.manifest.json", "changed")
+    assert_refused(folder, "two-00000-of-00001.manifest.json", "changed")
 
 
 def test_another_tokenizer(folder: Path) -> None:
     fake_tokenizer(folder / "tokenizer.model", VOCAB, b"another tokenizer")
-    refused(folder, "one", "another tokenizer", "data.tokenizer=")
+    assert_refused(folder, "one", "another tokenizer", "data.tokenizer=")
 
 
 def test_a_missing_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.model").unlink()
-    refused(folder, "data.tokenizer=", "tokenizer.model", "No such file")
+    assert_refused(folder, "data.tokenizer=", "tokenizer.model", "No such file")
 
 
 def test_a_vocabulary_larger_than_the_models(folder: Path) -> None:
-    refused(folder, "61 ids", "model.vocab_size is 60", "one", "raise model.vocab_size", model={"vocab_size": 60})
+    assert_refused(
+        folder, "61 ids", "model.vocab_size is 60", "one", "raise model.vocab_size", model={"vocab_size": 60}
+    )
     advice = "; prepare the text with the tokenizer of init_from.stage='start'"
-    refused(folder, "model.vocab_size is 60" + advice, model={"vocab_size": 60}, init_from={"stage": "start"})
+    assert_refused(folder, "model.vocab_size is 60" + advice, model={"vocab_size": 60}, init_from={"stage": "start"})
 
 
 def test_more_epochs_than_allowed(folder: Path) -> None:
     entries: list[dict[str, Any]] = [{"set": "one", "weight": 0.75}, {"set": "two", "weight": 0.25, "epochs": 2}]
     write_blend(folder / "train.yaml", entries)
     epochs = 100 * SEQ / sum(map(len, TWO))
-    refused(folder, "two", f"{epochs:.2f} epochs", "epochs=2 is allowed", packing="concat")
+    assert_refused(folder, "two", f"{epochs:.2f} epochs", "epochs=2 is allowed", packing="concat")
     entries[1]["epochs"] = 100
     write_blend(folder / "train.yaml", entries)
     StageData(stage(folder, packing="concat"))
