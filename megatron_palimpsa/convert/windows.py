@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_palimpsa.model import recording, run_layers
 from megatron_palimpsa.model.mixer import Mixer
-from megatron_palimpsa.model.recorder import window
+from megatron_palimpsa.model.recorder import windows_of_tokens
 from megatron_palimpsa.training.batch import Batch
 from megatron_palimpsa.training.validation import document_positions
 
@@ -108,10 +108,7 @@ class _WindowRecorder:
         importance: tuple[Tensor, Tensor] | None,
         cu_seqlens: Tensor | None,
     ) -> None:
-        tokens = log_alpha.flatten(0, 1)
-        if cu_seqlens is not None:
-            tokens = tokens[: int(cu_seqlens[-1])]
-        self._kept.setdefault(layer_number, []).append(window(tokens).cpu().numpy())
+        self._kept.setdefault(layer_number, []).append(windows_of_tokens(log_alpha, cu_seqlens).cpu().numpy())
         self._after_layer()
 
     def windows(self) -> Iterable[tuple[int, np.ndarray]]:

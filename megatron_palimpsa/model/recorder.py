@@ -18,6 +18,12 @@ def window(log_alpha: Tensor) -> Tensor:
     return 1 / (-torch.expm1(log_alpha)).clamp(min=SMALLEST_FORGETTING)
 
 
+def windows_of_tokens(log_alpha: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """`window` of log_alpha [B, T, H] -> [tokens, H], without the padding behind the last of the offsets [N + 1]."""
+    tokens = log_alpha.flatten(0, 1)
+    return window(tokens if cu_seqlens is None else tokens[: int(cu_seqlens[-1])])
+
+
 class Recorder(Protocol):
     """What a mixer can be given."""
 
@@ -56,10 +62,7 @@ class MemoryRecorder:
                 ends on another rank under context parallelism.
             cu_seqlens: document offsets [N + 1]; None where each row is one document.
         """
-        tokens = log_alpha.flatten(0, 1)
-        if cu_seqlens is not None:
-            tokens = tokens[: int(cu_seqlens[-1])]
-        self._windows.setdefault(layer_number, []).append(window(tokens).flatten())
+        self._windows.setdefault(layer_number, []).append(windows_of_tokens(log_alpha, cu_seqlens).flatten())
         if importance is None:
             return
         prior, above_prior = importance
