@@ -31,7 +31,6 @@ def add(models: argparse._SubParsersAction) -> None:
     palimpsa.set_defaults(command=_palimpsa, appears_whole=True)
     without = models.add_parser(
         "without-importance",
-        aliases=["mamba2-limit"],
         help="the way back: Palimpsa layers of a stage without their importance",
         description="Turn Palimpsa layers of a stage into what they are without importance, P into M (Mamba2) and Q "
         "into L: the weights of importance are dropped, all others stay as they are. Compared and reported as by "
