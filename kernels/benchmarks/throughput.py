@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -119,6 +118,18 @@ def milliseconds(recurrence: Recurrence, inputs: dict[str, Tensor], size: int, t
     return start.elapsed_time(end)
 
 
+def measured(wanted: Row, recurrence: Recurrence, inputs: dict[str, Tensor], size: int) -> Row | None:
+    """The row with its figures; None, with the reason printed, for a recurrence that fails or is wrong."""
+    errors: list[float] = []
+    if not runs(lambda: errors.append(error(recurrence, inputs, size)), wanted.kernel):
+        return None
+    if not errors[0] <= BOUND:
+        print(f"D {size}, {wanted.kernel}: error {errors[0]:.1e}: wrong, so not timed", flush=True)
+        return None
+    taken = milliseconds(recurrence, inputs, size, wanted.tokens)
+    return dataclasses.replace(wanted, forward_ms=taken, error=errors[0])
+
+
 def plot(rows: list[Row], path: Path) -> None:
     import matplotlib
 
@@ -155,25 +166,20 @@ def main() -> None:
     except (OSError, ValueError) as problem:
         parser.exit(2, f"{problem}\n")
     print(", ".join(marks.values()), flush=True)
+    found = recurrences()
     shown = []
     for size in arguments.sizes:
         everything = make_inputs(Shape(arguments.batch, 1, 1, size, size), STEPS_A_GRAPH, "weak")
-        for name, recurrence in recurrences().items():
-            row = Row(
+        for name, recurrence in found.items():
+            wanted = Row(
                 f"D {size}", arguments.batch, arguments.tokens, "weak", name, 0.0, None, None, None, None, **marks
             )
-            if row.key not in rows:
-                inputs = {n: everything[n].detach() for n in recurrence.inputs}
-                if not runs(partial(error, recurrence, inputs, size), name):
+            row = rows.get(wanted.key)
+            if row is None:
+                row = measured(wanted, recurrence, {n: everything[n].detach() for n in recurrence.inputs}, size)
+                if row is None:
                     continue
-                found = error(recurrence, inputs, size)
-                if not found <= BOUND:
-                    print(f"D {size}, {name}: error {found:.1e}: wrong, so not timed", flush=True)
-                    continue
-                taken = milliseconds(recurrence, inputs, size, arguments.tokens)
-                rows[row.key] = dataclasses.replace(row, forward_ms=taken, error=found)
-                append_row(arguments.output, rows[row.key])
-            row = rows[row.key]
+                append_row(arguments.output, row)
             rate = 1e3 * row.batch * row.tokens / row.forward_ms
             print(f"D {size}, {name}: {rate:,.0f} tokens/s, error {row.error:.1e}", flush=True)
             shown.append(row)
