@@ -203,6 +203,12 @@ def backward(shapes: Shapes, symbol: str) -> int:
     return inside + (_palimpsa_backward(n) if symbol == "P" else _ssd_backward(n))
 
 
+def output_projection(shapes: Shapes, symbol: str) -> int:
+    """Parameters of a layer's last projection, whose gradient has come by the peak of the layer's backward pass."""
+    channels = {"*": shapes.attention, "-": shapes.ffn}.get(symbol, shapes.inner)
+    return channels * shapes.hidden
+
+
 def _backward_d(n: Shapes, symbol: str) -> int:
     """In the scan: the gate, its SiLU, y, its norm and their product are freed; v and beta are not formed again."""
     freed = 5 * n.size + (4 if n.size == 2 else 0)

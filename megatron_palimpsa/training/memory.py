@@ -6,12 +6,13 @@ the CUDA context, NCCL's buffers and what the allocator holds in reserve come on
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_palimpsa.config import StageConfig
-from megatron_palimpsa.training.activations import Shapes, backward, formed_again, kept, shapes_of
-from megatron_palimpsa.training.parameters import layers_of_rank, rank_parameters
-from megatron_palimpsa.training.zero_memory import zero_state
+from megatron_palimpsa.training.activations import Shapes, backward, formed_again, kept, output_projection, shapes_of
+from megatron_palimpsa.training.parameters import layer_parameters, layers_of_rank, rank_parameters
+from megatron_palimpsa.training.zero_memory import ZeroState
 
 WORKSPACE_BYTES = 64 * 2**20
 """cuBLAS's scratch memory on Hopper."""
@@ -24,11 +25,12 @@ class MemoryEstimate:
 
     weights: int
     gradients: int
+    """Under DeepSpeed those that are there at the peak."""
     optimizer: int
     activations: int
     """Beyond all else at the peak: in the backward pass or at the loss."""
     buffers: int = 0
-    """Of DeepSpeed's ZeRO: buckets of gradients and gathered weights."""
+    """Of DeepSpeed's ZeRO, at the peak: buckets of gradients and gathered weights."""
     host: int = 0
     """In host memory, not on the GPU."""
 
@@ -44,49 +46,86 @@ def estimate_memory(config: StageConfig, data_parallel_size: int) -> MemoryEstim
     return max(ranks, key=lambda estimate: estimate.total)
 
 
+@dataclass(frozen=True)
+class _Moment:
+    """Of a backward pass."""
+
+    activations: int
+    come: int
+    """Parameters whose gradients it has formed."""
+    first: bool
+    """Whether no microbatch has passed in this step."""
+
+
 def _of_rank(config: StageConfig, pipeline_rank: int, data_parallel_size: int) -> MemoryEstimate:
     shapes, parallel = shapes_of(config), config.parallel
     held = rank_parameters(config, pipeline_rank)
-    activations = _activations(config, shapes, pipeline_rank, config.num_microbatches(data_parallel_size))
+    moments = list(_moments(config, shapes, pipeline_rank, config.num_microbatches(data_parallel_size)))
     replicas = data_parallel_size * parallel.cp
     if parallel.engine == "deepspeed":
-        zero = zero_state(config, held, replicas, shapes.size)
-        return MemoryEstimate(
-            weights=zero.weights,
-            gradients=zero.gradients,
-            optimizer=zero.optimizer,
-            activations=max(zero.reduced, activations) + WORKSPACE_BYTES,
-            buffers=zero.buffers,
-            host=zero.host,
-        )
+        return _under_zero(ZeroState(config, held, replicas, shapes.size), moments)
     # Gradients are fp32; Adam holds two fp32 moments and, of bf16 weights, an fp32 copy.
     owned = held / replicas if parallel.distributed_optimizer else held
     return MemoryEstimate(
         weights=held * shapes.size,
         gradients=held * 4,
         optimizer=round(owned * (12 if shapes.size == 2 else 8)),
-        activations=activations + WORKSPACE_BYTES,
+        activations=max(moment.activations for moment in moments) + WORKSPACE_BYTES,
     )
 
 
-def _activations(config: StageConfig, shapes: Shapes, pipeline_rank: int, microbatches: int) -> int:
-    """At the peak of the rank's forward and backward passes."""
-    recompute = config.train.recompute
+def _under_zero(zero: ZeroState, moments: list[_Moment]) -> MemoryEstimate:
+    """At the moment that takes most, the one behind the last pass among them: gradients come while activations go."""
+
+    def held(gradients: int, activations: int, buffers: int) -> MemoryEstimate:
+        return MemoryEstimate(
+            weights=zero.weights,
+            gradients=gradients,
+            optimizer=zero.optimizer,
+            activations=activations + WORKSPACE_BYTES,
+            buffers=buffers,
+            host=zero.host,
+        )
+
+    behind = held(zero.reduced_gradients, 0, zero.buffers(zero.held, first=False))
+    within = (
+        held(zero.gradients(at.come, at.first), at.activations, zero.buffers(at.come, at.first)) for at in moments
+    )
+    return max([*within, behind], key=lambda estimate: estimate.total)
+
+
+def _moments(config: StageConfig, shapes: Shapes, pipeline_rank: int, microbatches: int) -> Iterator[_Moment]:
+    """The peaks of the rank's forward and backward passes: of the step's first backward pass and of the later ones."""
+    passes = [(_passes_in_flight(config, pipeline_rank, microbatches), True)]
+    if microbatches > 1:
+        passes += [(_passes_in_flight(config, pipeline_rank, microbatches - 1), False)]
+    for in_flight, first in passes:
+        for activations, come in _of_pass(config, shapes, pipeline_rank, in_flight):
+            yield _Moment(activations, come, first)
+
+
+def _of_pass(config: StageConfig, shapes: Shapes, pipeline_rank: int, in_flight: int) -> Iterator[tuple[int, int]]:
+    """Bytes of activations, and parameters whose gradients have come, at the loss and within each layer."""
+    model, recompute = config.model, config.train.recompute
     chunks = layers_of_rank(config, pipeline_rank)
     of_chunks = [[kept(shapes, symbol, recompute) for symbol in layers] for layers in chunks]
     # The last forward pass begins the backward one; the others in flight wait with all they keep.
-    waiting = sum(map(sum, of_chunks)) * (_passes_in_flight(config, pipeline_rank, microbatches) - 1) / len(chunks)
+    waiting = sum(map(sum, of_chunks)) * (in_flight - 1) / len(chunks) + _gathered(config, shapes)
     before = sum(of_chunks[-1])
-    peak = before
+    come = 0
     if pipeline_rank == config.parallel.pp - 1:
-        peak += _loss(config, shapes)
-        if config.model.tie_embeddings:
+        yield round(waiting + before + _loss(config, shapes)), come
+        come += model.hidden_size
+        if model.tie_embeddings:
             # While layers go back, the embedding's gradient from the logits waits for that from the tokens.
             before += shapes.size * _vocabulary(config) * shapes.hidden
+        else:
+            come += _vocabulary(config) * shapes.hidden
     for symbol, own in zip(reversed(chunks[-1]), reversed(of_chunks[-1]), strict=True):
-        peak = max(peak, before + formed_again(shapes, symbol, recompute) + backward(shapes, symbol))
+        peak = before + formed_again(shapes, symbol, recompute) + backward(shapes, symbol)
+        yield round(waiting + peak), come + output_projection(shapes, symbol)
         before -= own
-    return round(waiting + peak + _gathered(config, shapes))
+        come += layer_parameters(model, symbol, config.parallel.tp)
 
 
 def _passes_in_flight(config: StageConfig, pipeline_rank: int, microbatches: int) -> int:

@@ -74,10 +74,11 @@ def _of_zero(memory: MemoryEstimate) -> str:
 
 
 def _unmeasured(model: ModelConfig, parallel: ParallelConfig) -> str:
-    """Of ZeRO, stage 3 with everything offloaded has been, on one GPU."""
+    """Of DeepSpeed's settings stages 1 to 3 have been measured over data parallelism, and stage 3 wholly offloaded."""
     zero = parallel.deepspeed
-    measured = parallel.engine == "megatron" or (zero.offload_parameters and parallel.replica_size == 1)
-    unmeasured = [] if measured else ["with these settings of DeepSpeed"]
+    spread = zero.zero_stage > 0 and zero.zero_hpz_partition_size == 1 and parallel.replica_size == 1
+    measured = spread and (zero.offload_parameters or not zero.offload_optimizer)
+    unmeasured = [] if parallel.engine == "megatron" or measured else ["with these settings of DeepSpeed"]
     unmeasured += [f"of {symbol} layers" for symbol in "QLG" if symbol in model.layers]
     return f"; not measured {' and '.join(unmeasured)} yet" if unmeasured else ""
 

@@ -91,13 +91,15 @@ def test_the_plan_says_whether_it_fits_and_what_would():
     assert "fit" not in plan(None)
 
 
-def test_the_plan_names_buffers_and_host_memory_under_deepspeed_and_that_nothing_was_measured():
+def test_the_plan_names_buffers_and_host_memory_under_deepspeed_and_what_was_not_measured():
     text = plan(141 * GB, *ZERO_1, "parallel.deepspeed.offload_optimizer=true")
     assert "buffers 2.26 GB" in text
     assert "in host memory" in text
     assert "not measured with these settings of DeepSpeed yet" in text
     assert "fits into a GPU of 141 GB" in text
     assert "measured" not in plan(141 * GB)
+    assert "measured" not in plan(141 * GB, *ZERO_1)
+    assert "not measured with these settings of DeepSpeed yet" in plan(None, *ZERO_1, "parallel.deepspeed.zero_stage=0")
 
 
 @pytest.mark.parametrize(

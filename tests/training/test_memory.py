@@ -47,13 +47,16 @@ def test_the_estimate_is_what_a_step_holds(monkeypatch, case):
 
 
 ZERO: dict[str, Any] = {"reduce_bucket_size": 100_000}
-ZERO_CASES: dict[str, tuple[dict[str, Any], str]] = {
+ZERO_CASES: dict[str, tuple[Any, ...]] = {
     "stage 0": (ZERO | {"zero_stage": 0}, "bf16"),
     "stage 1": (ZERO | {"zero_stage": 1}, "bf16"),
     "stage 2": (ZERO | {"zero_stage": 2}, "bf16"),
     "stage 3": (ZERO | {"zero_stage": 3, "stage3_param_persistence_threshold": 1000}, "bf16"),
     "stage 2, fp32": (ZERO | {"zero_stage": 2}, "fp32"),
     "stage 3, fp32": (ZERO | {"zero_stage": 3}, "fp32"),
+    # Where no gradients of earlier microbatches are there, and in stage 2 none before the bucket is full.
+    "stage 1, one microbatch": (ZERO | {"zero_stage": 1}, "bf16", 1),
+    "stage 2, one microbatch": ({"reduce_bucket_size": 1_000_000, "zero_stage": 2}, "bf16", 1),
 }
 OFFLOAD = {"offload_optimizer": True}
 OFFLOAD_CASES: dict[str, dict[str, Any]] = {
@@ -65,11 +68,11 @@ OFFLOAD_CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def of_zero(settings: dict[str, Any], precision: str = "bf16") -> StageConfig:
+def of_zero(settings: dict[str, Any], precision: str = "bf16", microbatches: int = 2) -> StageConfig:
     pytest.importorskip("deepspeed")
     # As many parameters as activations, or neither would be seen.
     model = {"hidden_size": 256, "seq_length": 256}
-    train = {"precision": precision, "global_batch_tokens": 512}
+    train = {"precision": precision, "global_batch_tokens": microbatches * 256}
     return stage({"model": model, "train": train, "parallel": {"engine": "deepspeed", "deepspeed": settings}})
 
 
