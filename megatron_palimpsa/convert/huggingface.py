@@ -8,6 +8,7 @@ from megatron_palimpsa.config import StageConfig
 from megatron_palimpsa.convert.named_tensors import boxes
 from megatron_palimpsa.convert.stage_folder import complete, new_stage, require_new, write_checkpoint
 from megatron_palimpsa.export.names import lines, sizes
+from megatron_palimpsa.export.provenance import read_provenance, write_provenance
 from megatron_palimpsa.export.reading import open_export
 from megatron_palimpsa.export.tokenizer_files import load_tokenizer
 from megatron_palimpsa.training.parameters import count_parameters
@@ -25,6 +26,7 @@ def convert(folder: Path, output: Path) -> StageConfig:
     """
     require_new(output)
     exported = open_export(folder)
+    provenance = read_provenance(folder)
     stage = exported.stage(output)
     if exported.tokenizer is not None:
         load_tokenizer(exported.tokenizer, stage.model.vocab_size)
@@ -33,4 +35,5 @@ def convert(folder: Path, output: Path) -> StageConfig:
         values = boxes(exported.tensors, lines(stage.model), size, size)
         write_checkpoint(run, stage.model, values, elements=count_parameters(stage.model))
         complete(run, stage, exported.section, exported.tokenizer)
+        write_provenance(run.path, provenance)
     return stage

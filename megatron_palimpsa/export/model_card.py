@@ -1,19 +1,12 @@
-"""README.md of an exported model: what its run recorded, and how it is loaded. What is not known is left out."""
+"""README.md of an exported model: what it is, what its run recorded, how to load it; what is not known is left out."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-from megatron_palimpsa.config import LAYER_SYMBOLS, StageConfig
+from megatron_palimpsa.config import LAYER_SYMBOLS, ModelConfig
 from megatron_palimpsa.export.settings import Dtype
-from megatron_palimpsa.training.checkpoint_state import read_state
-from megatron_palimpsa.training.metrics import read_records
 from megatron_palimpsa.training.parameters import count_parameters
-from megatron_palimpsa.training.run_folder import RunFolder
 
 _HOW = """\
 ## How to load it
@@ -33,53 +26,24 @@ _TOKENIZER = """\
 """
 
 
-def model_card(
-    folder: RunFolder, checkpoint: Path, config: StageConfig, dtype: Dtype, name: str, has_tokenizer: bool
-) -> str:
-    """Markdown about the model `name` in a checkpoint of a stage's folder."""
-    facts = "\n".join(f"| {key} | {value} |" for key, value in _facts(folder, checkpoint, config, dtype))
-    front = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- palimpsa\n- mamba2\n---\n"
+def model_card(model: ModelConfig, dtype: Dtype, name: str, has_tokenizer: bool, provenance: dict[str, str]) -> str:
+    """Markdown about the model `name`."""
+    facts = {**_geometry(model), "weights": dtype, **provenance}
+    table = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
+    tags = ["palimpsa", *(["mamba2"] if set(model.layers) & {"P", "M"} else [])]
+    listed = "".join(f"- {tag}\n" for tag in tags)
+    front = f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n{listed}---\n"
     tokenizer = _TOKENIZER.format(place=name) if has_tokenizer else ""
-    return f"{front}\n# {name}\n\n| | |\n|---|---|\n{facts}\n\n{_HOW.format(place=name, tokenizer=tokenizer)}"
+    return f"{front}\n# {name}\n\n| | |\n|---|---|\n{table}\n\n{_HOW.format(place=name, tokenizer=tokenizer)}"
 
 
-def _facts(folder: RunFolder, checkpoint: Path, config: StageConfig, dtype: Dtype) -> Iterator[tuple[str, str]]:
-    model = config.model
+def _geometry(model: ModelConfig) -> dict[str, str]:
     counts = Counter(model.layers)
     layers = ", ".join(f"{counts[letter]} {meaning}" for letter, meaning in LAYER_SYMBOLS.items() if counts[letter])
-    yield "layers", f"{len(model.layers)}: {layers}"
-    yield "pattern", f"`{model.layers}`"
-    yield "parameters", f"{count_parameters(model):,}"
-    yield "hidden size", f"{model.hidden_size:,}"
-    yield "vocabulary", f"{model.vocab_size:,} ids"
-    yield "weights", dtype
-    state = read_state(checkpoint)
-    progress = state.get("progress") or {}
-    if progress.get("tokens"):
-        yield "stage", config.name + (f", after {config.init_from.stage}" if config.init_from else "")
-        yield "trained", f"{progress['step']:,} steps, {progress['tokens']:,} tokens of this stage"
-        yield "sequence", f"{model.seq_length:,} tokens"
-    if sets := (progress.get("data") or {}).get("sets"):
-        total = sum(item["weight"] for item in sets)
-        yield "data", ", ".join(f"{item['name']} ({item['weight'] / total:.1%})" for item in sets)
-    yield from _losses(folder, int(state["step"]))
-    if commit := _commit(folder.path):
-        yield "code", f"git commit {commit}"
-
-
-def _losses(folder: RunFolder, step: int) -> Iterator[tuple[str, str]]:
-    """The last ones up to the checkpoint's step."""
-    records = [record for record in read_records(folder.metrics) if record["step"] <= step]
-    for kind, what in (("train", "training loss"), ("valid", "validation loss")):
-        losses = [record for record in records if record["kind"] == kind and record.get("loss") is not None]
-        if losses:
-            yield what, f"{losses[-1]['loss']:.4f} at step {losses[-1]['step']:,}"
-
-
-def _commit(folder: Path) -> str | None:
-    """Of the code that a submitted stage was started with."""
-    try:
-        record: Any = json.loads((folder / "job" / "submission.json").read_text())
-        return f"{record['git_commit']}{' with changes' if record.get('git_changed') else ''}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
+    return {
+        "layers": f"{len(model.layers)}: {layers}",
+        "pattern": f"`{model.layers}`",
+        "parameters": f"{count_parameters(model):,}",
+        "hidden size": f"{model.hidden_size:,}",
+        "vocabulary": f"{model.vocab_size:,} ids",
+    }

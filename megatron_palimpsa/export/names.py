@@ -1,4 +1,4 @@
-"""Names of an exported model's weights and ours, one line a kind of tensor; mixers have Hugging Face Mamba2's."""
+"""Names of an exported model's weights and ours, one line a kind of tensor; mixers keep to Hugging Face Mamba2's."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from megatron_palimpsa.config import LAYER_SYMBOLS, ConfigError, ModelConfig
 from megatron_palimpsa.model import mamba2_names
-from megatron_palimpsa.model.mamba2_names import PER_LAYER, PER_MODEL, Tensors
+from megatron_palimpsa.model.mamba2_names import PER_LAYER, PER_MODEL, Tensors, mixer_lines
 from megatron_palimpsa.model.naming import OUTPUT
 
 _OURS, _THEIRS = "decoder.layers.{layer}.", "backbone.layers.{layer}."
-_PALIMPSA = (
-    *PER_LAYER,
+_PER_LAYER_D = mixer_lines("g+v+k+q+s+dt", "v+k+q", ("weight",), norm="head")
+_IMPORTANCE = (
     Tensors(f"{_OURS}mixer.beta_down_weight", f"{_THEIRS}mixer.beta_down.weight", ("rank", "hidden")),
     Tensors(f"{_OURS}mixer.beta_up_weight", f"{_THEIRS}mixer.beta_up.weight", ("x", "rank")),
     Tensors(f"{_OURS}mixer.b_scale", f"{_THEIRS}mixer.b_scale", ("dt",)),
@@ -27,7 +27,14 @@ _MLP = (
     Tensors(f"{_OURS}mlp.linear_fc1.weight", f"{_THEIRS}mixer.gate_up_proj.weight", ("gate_up", "hidden")),
     Tensors(f"{_OURS}mlp.linear_fc2.weight", f"{_THEIRS}mixer.down_proj.weight", ("hidden", "ffn")),
 )
-_OF_LETTER: Mapping[str, tuple[Tensors, ...]] = {"P": _PALIMPSA, "M": PER_LAYER, "*": _ATTENTION, "-": _MLP}
+_OF_LETTER: Mapping[str, tuple[Tensors, ...]] = {
+    "P": (*PER_LAYER, *_IMPORTANCE),
+    "M": PER_LAYER,
+    "Q": (*_PER_LAYER_D, *_IMPORTANCE),
+    "L": _PER_LAYER_D,
+    "*": _ATTENTION,
+    "-": _MLP,
+}
 
 
 def require_exportable(model: ModelConfig, where: str) -> None:
@@ -44,12 +51,15 @@ def sizes(model: ModelConfig) -> dict[str, int]:
     heads = model.num_attention_heads or 1
     key_heads = model.num_query_groups or heads
     ffn = model.ffn_hidden_size or 0
-    return mamba2_names.sizes(model) | {
+    keys = model.nheads * model.d_state
+    of_d = {"g": model.d_inner, "v": model.d_inner, "k": keys, "q": keys, "s": model.nheads, "head": model.headdim}
+    others = {
         "rank": model.beta_rank,
         "qkv": (heads + 2 * key_heads) * (model.hidden_size // heads),
         "gate_up": 2 * ffn,
         "ffn": ffn,
     }
+    return mamba2_names.sizes(model) | of_d | others
 
 
 def lines(model: ModelConfig) -> list[Tensors]:

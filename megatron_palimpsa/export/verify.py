@@ -156,7 +156,7 @@ def _of_trainer(path: Path, ids: Tensor, rounded: bool) -> Tensor:
 
 def _of_export(path: Path, ids: Tensor, rounded: bool) -> Tensor:
     from megatron_palimpsa.hf import PalimpsaHybridForCausalLM
-    from megatron_palimpsa.hf.layers_palimpsa import FP32_PARAMETERS
+    from megatron_palimpsa.hf.mixers_palimpsa import FP32_PARAMETERS
 
     model = PalimpsaHybridForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     if rounded:
@@ -169,7 +169,7 @@ def _of_export(path: Path, ids: Tensor, rounded: bool) -> Tensor:
 def _of_mamba2(folder: Path, model: ModelConfig, rows: int, ids: Tensor, rounded: bool) -> Tensor:
     from transformers import Mamba2Config, Mamba2ForCausalLM
 
-    from megatron_palimpsa.hf.layers_palimpsa import FP32_PARAMETERS
+    from megatron_palimpsa.hf.mixers_palimpsa import FP32_PARAMETERS
 
     config = Mamba2Config(
         vocab_size=rows,

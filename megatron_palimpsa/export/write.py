@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from palimpsa_data.files import sha256_file
 from palimpsa_data.tokenizers import Tokenizer
+from palimpsa_data.tokenizers.json_file import TOKENIZER_CONFIG
 from torch import Tensor
 
 from megatron_palimpsa.config import ConfigError, ModelConfig, StageConfig, load_stage
@@ -21,6 +22,7 @@ from megatron_palimpsa.engine.boxes import Box, ReadBox
 from megatron_palimpsa.export.model_card import model_card
 from megatron_palimpsa.export.names import lines, require_exportable, sizes
 from megatron_palimpsa.export.optional import require_transformers
+from megatron_palimpsa.export.provenance import PROVENANCE, provenance_of, write_provenance
 from megatron_palimpsa.export.reading import CHECKSUMS
 from megatron_palimpsa.export.settings import Dtype, to_config, to_model
 from megatron_palimpsa.export.shards import Planned, write_shards
@@ -34,7 +36,10 @@ from megatron_palimpsa.training.saved import find_saved
 
 logger = logging.getLogger(__name__)
 
-_CODE = tuple(f"{part}_palimpsa.py" for part in ("configuration", "modeling", "layers", "attention", "scans"))
+_CODE = tuple(
+    f"{part}_palimpsa.py"
+    for part in ("configuration", "modeling", "layers", "attention", "mixers", "norms", "kernels", "scans")
+)
 _TORCH = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -66,14 +71,16 @@ def export(
     require_same_model(checkpoint, config.model)
     dtype = dtype or ("bf16" if config.train.precision == "bf16" else "fp32")
     loaded = _tokenizer(config, tokenizer)
+    provenance = provenance_of(folder, checkpoint, config)
     try:
         reader = Reader(checkpoint)
         _check_tensors(reader, config.model, checkpoint)
         with new_stage(output) as place:
             records = _write_weights(place.path, config.model, reader.read, dtype)
             _write_settings(place.path, config.model, dtype, loaded)
+            write_provenance(place.path, provenance)
             _seal(place.path, records)
-            card = model_card(folder, checkpoint, config, dtype, output.name, loaded is not None)
+            card = model_card(config.model, dtype, output.name, loaded is not None, provenance)
             (place.path / "README.md").write_text(card)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
@@ -127,7 +134,7 @@ def _our_shape(line: Tensors, size: dict[str, int]) -> tuple[int, ...]:
 
 
 def _write_weights(folder: Path, model: ModelConfig, read: ReadBox, dtype: Dtype) -> dict[str, FileRecord]:
-    from megatron_palimpsa.hf.layers_palimpsa import FP32_PARAMETERS
+    from megatron_palimpsa.hf.mixers_palimpsa import FP32_PARAMETERS
 
     size = sizes(model)
     table: dict[str, list[Tensors]] = {}
@@ -177,9 +184,10 @@ def _write_settings(folder: Path, model: ModelConfig, dtype: Dtype, tokenizer: T
 
 
 def _seal(folder: Path, records: dict[str, FileRecord]) -> None:
-    """Write the checksums of what makes a stage of the folder again: weights, config.json, tokenizer."""
-    read_back = [folder / "config.json", original(folder)]
-    records = records | {path.name: FileRecord(path.stat().st_size, sha256_file(path)) for path in read_back if path}
+    """Write the checksums of what makes a stage of the folder again: weights, settings, tokenizer, provenance."""
+    read_back = [folder / name for name in ("config.json", TOKENIZER_CONFIG, PROVENANCE)] + [original(folder)]
+    found = [path for path in read_back if path is not None and path.is_file()]
+    records = records | {path.name: FileRecord(path.stat().st_size, sha256_file(path)) for path in found}
     _write_json(folder / CHECKSUMS, {name: asdict(records[name]) for name in sorted(records)})
 
 

@@ -5,20 +5,22 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 # For the cache: an MLP keeps nothing, but a cache with layers of its kind counts tokens and wants attention for that.
-_LAYER_TYPES = {"P": "linear_attention", "M": "linear_attention", "*": "full_attention", "-": "linear_attention"}
+_LAYER_TYPES = {**dict.fromkeys("PMQL-", "linear_attention"), "*": "full_attention"}
 
 
 class PalimpsaHybridConfig(PreTrainedConfig):
     """Settings of `PalimpsaHybridForCausalLM`.
 
     Args:
-        pattern: one letter a layer: P Palimpsa-M, M Mamba2, * attention, - gated MLP.
+        pattern: one letter a layer: P Palimpsa-M, M Mamba2 (P without importance), Q Palimpsa-D, L the same without
+            importance, * attention, - gated MLP.
         vocab_size: ids that the model reads and predicts.
         pad_vocab_size_multiple: the embedding has rows for up to the next multiple; those behind `vocab_size` are kept,
             so that the weights are those that were trained, and have no logits.
-        state_size, mamba_head_dim, expand, n_groups, conv_kernel: of P and M layers, as in Mamba2.
-        norm_groups: groups of their gated RMSNorm; None: `n_groups`.
-        beta_rank: rank of beta's projection in P layers.
+        state_size, mamba_head_dim, expand, conv_kernel: of P, M, Q and L layers, as in Mamba2.
+        n_groups: groups of heads that share keys and queries in P and M layers; in Q and L layers each has its own.
+        norm_groups: groups of the gated RMSNorm of P and M layers; None: `n_groups`.
+        beta_rank: rank of beta's projection in P and Q layers.
         num_attention_heads, num_key_value_heads: of attention layers.
         rotary_base: of their rotary position embeddings; None: they have none.
         intermediate_size: of MLP layers.
@@ -82,8 +84,13 @@ class PalimpsaHybridConfig(PreTrainedConfig):
 
     @property
     def inner_size(self) -> int:
-        """Channels of a P or M layer."""
+        """Channels of a P, M, Q or L layer."""
         return self.expand * self.hidden_size
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of a P, M, Q or L layer."""
+        return self.inner_size // self.mamba_head_dim
 
     @property
     def padded_vocab_size(self) -> int:

@@ -12,7 +12,9 @@ from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.versions import require_version
 
 from .configuration_palimpsa import PalimpsaHybridConfig
-from .layers_palimpsa import FP32_PARAMETERS, PalimpsaLayer, PalimpsaMixer, PalimpsaRMSNorm
+from .layers_palimpsa import PalimpsaLayer
+from .mixers_palimpsa import FP32_PARAMETERS, PalimpsaMixer
+from .norms_palimpsa import PalimpsaRMSNorm
 
 require_version("transformers>=5.24", "Its caches of states were another before.")
 

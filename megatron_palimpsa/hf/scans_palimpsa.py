@@ -56,16 +56,18 @@ def causal_conv1d(
 
 
 def activate(
-    x: Tensor, dt: Tensor, heads: HeadParameters, importance: Importance | None
+    x: Tensor, dt: Tensor, heads: HeadParameters, importance: Importance | None, strength: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """What the scans take, in fp32.
 
         dt = softplus(dt + dt_bias)     log_alpha = max(-dt exp(A_log), -100)
         v  = x dt                       beta      = sigmoid(logits) softplus(b_scale) dt
 
+    With `strength` (Palimpsa-D), sigmoid(strength) takes the place of dt in v and beta, but not in log_alpha.
+
     Args:
         x: [B, T, H, V].
-        dt: [B, T, H].
+        dt, strength: [B, T, H].
         importance: None for Mamba2.
 
     Returns:
@@ -74,11 +76,12 @@ def activate(
     dt_bias, A_log, _ = heads
     step = F.softplus(dt.float() + dt_bias)
     log_alpha = (-step * A_log.exp()).clamp(min=LOWEST_LOG_ALPHA)
+    write = step if strength is None else torch.sigmoid(strength.float())
     beta = None
     if importance is not None:
         logits, b_scale, _ = importance
-        beta = torch.sigmoid(logits.float()) * (F.softplus(b_scale) * step)[..., None]
-    return x.float() * step[..., None], log_alpha, beta
+        beta = torch.sigmoid(logits.float()) * (F.softplus(b_scale) * write)[..., None]
+    return x.float() * write[..., None], log_alpha, beta
 
 
 def mixing_scan(
@@ -88,22 +91,25 @@ def mixing_scan(
     dt: Tensor,
     heads: HeadParameters,
     importance: Importance | None = None,
+    strength: Tensor | None = None,
+    scale: float = 1.0,
     states: States | None = None,
 ) -> tuple[Tensor, States]:
     """The scan between its activations (`activate`) and the skip D x.
 
     Args:
         q, k: [B, T, G, K].
-        x, dt, importance: as `activate`'s.
+        x, dt, importance, strength: as `activate`'s.
+        scale: factor on what the scan reads out.
         states: before the first token; None: zeros.
 
     Returns:
         y [B, T, H, V] in x's dtype, and the states behind the last token.
     """
     with torch.autocast(x.device.type, enabled=False):
-        v, log_alpha, beta = activate(x, dt, heads, importance)
+        v, log_alpha, beta = activate(x, dt, heads, importance, strength)
         prior = None if importance is None else importance[2]
-        y, states = scan(q.float(), k.float(), v, log_alpha, beta, prior, states)
+        y, states = scan(scale * q.float(), k.float(), v, log_alpha, beta, prior, states)
         return (y + heads[2][:, None] * x.float()).to(x.dtype), states
 
 

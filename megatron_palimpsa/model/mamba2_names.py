@@ -48,28 +48,45 @@ PER_MODEL = (
     Tensors(OUTPUT, "lm_head.weight", ("vocabulary", "hidden")),
 )
 _OURS, _THEIRS = "decoder.layers.{layer}.", "backbone.layers.{layer}."
-PER_LAYER = (
-    Tensors(f"{_OURS}norm.weight", f"{_THEIRS}norm.weight", ("hidden",)),
-    *(
-        Tensors(f"{_OURS}mixer.{part}_weight", f"{_THEIRS}mixer.in_proj.weight", ("z+x+B+C+dt", "hidden"), part)
-        for part in ("z", "x", "B", "C", "dt")
-    ),
-    *(
-        Tensors(f"{_OURS}mixer.conv_{part}_{kind}", f"{_THEIRS}mixer.conv1d.{kind}", ("x+B+C", *filters), part)
-        for part in ("x", "B", "C")
-        for kind, filters in (("weight", ("one", "width")), ("bias", ()))
-    ),
-    *(
-        Tensors(f"{_OURS}mixer.{name}", f"{_THEIRS}mixer.{name}", shape)
-        for name, shape in (
-            ("dt_bias", ("dt",)),
-            ("A_log", ("dt",)),
-            ("D", ("dt",)),
-            ("norm.weight", ("x",)),
-            ("out_proj.weight", ("hidden", "x")),
-        )
-    ),
-)
+
+
+def mixer_lines(projected: str, filtered: str, kinds: tuple[str, ...], norm: str) -> tuple[Tensors, ...]:
+    """The lines of a layer with a mixer.
+
+    Args:
+        projected: what `in_proj` holds one after another, joined by `+`.
+        filtered: which of those `conv1d` filters.
+        kinds: of the filters' tensors: weight, bias.
+        norm: the size of the norm behind the scan.
+    """
+    of_filters = {"weight": ("one", "width"), "bias": ()}
+    return (
+        Tensors(f"{_OURS}norm.weight", f"{_THEIRS}norm.weight", ("hidden",)),
+        *(
+            Tensors(f"{_OURS}mixer.{part}_weight", f"{_THEIRS}mixer.in_proj.weight", (projected, "hidden"), part)
+            for part in projected.split("+")
+        ),
+        *(
+            Tensors(
+                f"{_OURS}mixer.conv_{part}_{kind}", f"{_THEIRS}mixer.conv1d.{kind}", (filtered, *of_filters[kind]), part
+            )
+            for part in filtered.split("+")
+            for kind in kinds
+        ),
+        *(
+            Tensors(f"{_OURS}mixer.{name}", f"{_THEIRS}mixer.{name}", shape)
+            for name, shape in (
+                ("dt_bias", ("dt",)),
+                ("A_log", ("dt",)),
+                ("D", ("dt",)),
+                ("norm.weight", (norm,)),
+                ("out_proj.weight", ("hidden", "x")),
+            )
+        ),
+    )
+
+
+PER_LAYER = mixer_lines("z+x+B+C+dt", "x+B+C", ("weight", "bias"), norm="x")
 
 
 def sizes(model: ModelConfig) -> dict[str, int]:

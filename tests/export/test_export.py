@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import reference_model
 from helpers.published_mamba2 import random_mamba2, save_as_state_spaces
 from helpers.runs import read_checkpoint, run_ranks, train_in_new_process, write_stage
 from helpers.saved_stages import train_and_save, trainer_logits
@@ -28,6 +29,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_palimpsa import cli
+from megatron_palimpsa.config import load_stage
 from megatron_palimpsa.config.reading import read_tree
 from megatron_palimpsa.convert import stage_folder
 from megatron_palimpsa.export import settings, shards, write
@@ -69,9 +71,12 @@ def weights(stage: Path, scratch: Path) -> dict[str, Tensor]:
     [
         {"tie_embeddings": True, "rope_theta": 100.0},
         {"tie_embeddings": False, "pattern": "P-M*P", "ngroups": 2, "norm_groups": 1, "num_query_groups": None},
+        {"pattern": "Q-L*", "headdim": 16, "rope_theta": 100.0},
     ],
 )
-def test_logits_of_a_trained_hybrid_and_its_weights_back(tmp_path: Path, monkeypatch, model: dict[str, Any]) -> None:
+def test_logits_are_the_trainer_s_and_the_equations_and_weights_come_back(
+    tmp_path: Path, monkeypatch, model: dict[str, Any]
+) -> None:
     data = {"train_blend": "", "valid_blend": "", "tokenizer": ""}
     stage = train_and_save(tiny_stage(output_dir=str(tmp_path), model=model, data=data))
     monkeypatch.setattr(shards, "MOST_BYTES", 20_000)
@@ -80,12 +85,18 @@ def test_logits_of_a_trained_hybrid_and_its_weights_back(tmp_path: Path, monkeyp
     wanted = trainer_logits(stage, IDS)
     assert wanted.std() > 0.5
     torch.testing.assert_close(logits(tmp_path / "exported", IDS), wanted, atol=1e-5, rtol=1e-5)
+    assert torch.equal(trainer_logits(tmp_path / "exported", IDS), wanted)
+    assert cli.main(["convert", "verify", str(stage), str(tmp_path / "exported"), "--tokens", "40"]) == 0
 
     assert cli.main(["convert", "huggingface", str(tmp_path / "exported"), str(tmp_path / "back")]) == 0
     before, after = weights(stage, tmp_path), weights(tmp_path / "back", tmp_path)
     assert before.keys() == after.keys()
     for name, value in before.items():
         assert torch.equal(value, after[name]), name
+    double = {name: value.double() for name, value in before.items()}
+    of_equations = reference_model.logits(double, load_stage(stage / "config.yaml").model, IDS[0, :12].tolist())
+    for ours, theirs in zip(of_equations, logits(tmp_path / "exported", IDS[:1, :12])[0], strict=True):
+        torch.testing.assert_close(ours[:61].float(), theirs, atol=1e-5, rtol=1e-5)
     section = read_tree(tmp_path / "back" / "model.yaml")["model"]
     train_and_save(
         tiny_stage(output_dir=str(tmp_path), name="on", model=section, data=data, init_from={"stage": "back"}), steps=1
@@ -150,7 +161,7 @@ def test_a_process_without_this_project_loads_the_folder(stage: Path, exported: 
 
 def test_the_copied_code_needs_torch_and_transformers_alone(exported: Path) -> None:
     sources = list(exported.glob("*.py"))
-    assert len(sources) == 5
+    assert len(sources) == 8
     allowed = {*sys.stdlib_module_names, "torch", "transformers"}
     for path in sources:
         for node in ast.walk(ast.parse(path.read_text())):
@@ -238,10 +249,22 @@ def test_the_model_card_says_what_the_run_recorded_and_no_more(stage: Path, expo
     card = (tmp_path / "step-4" / "README.md").read_text()
     assert "| code | git commit 0123abc |" in card
     assert "4 steps, 256 tokens" in card
-    assert cli.main(["convert", "huggingface", str(exported), str(tmp_path / "back")]) == 0
-    assert cli.main(["export", str(tmp_path / "back"), str(tmp_path / "again")]) == 0
-    card = (tmp_path / "again" / "README.md").read_text()
+
+
+def test_what_the_run_recorded_comes_back_out_of_a_stage_made_of_the_export(exported: Path, tmp_path: Path) -> None:
+    def there_and_back(folder: Path, stage: Path, output: Path) -> str:
+        assert cli.main(["convert", "huggingface", str(folder), str(stage)]) == 0
+        assert cli.main(["export", str(stage), str(output)]) == 0
+        return (output / "README.md").read_text()
+
+    card = there_and_back(exported, tmp_path / "stage", tmp_path / "exported")
+    assert "| trained | 8 steps, 512 tokens of this stage |" in card
+    assert card == (exported / "README.md").read_text()
+    for name in ("provenance.json", "checksums.json"):
+        (tmp_path / "exported" / name).unlink()
+    card = there_and_back(tmp_path / "exported", tmp_path / "other", tmp_path / "unknown")
     assert not any(word in card for word in ("trained |", "loss", "data |"))
+    assert not (tmp_path / "unknown" / "provenance.json").exists()
 
 
 def flip_a_bit(path: Path) -> None:
@@ -268,6 +291,11 @@ def other_tokenizer(folder: Path) -> None:
     (folder / "checksums.json").unlink()
 
 
+def with_other_provenance(folder: Path) -> None:
+    (folder / "provenance.json").write_text('{"trained": 8}')
+    (folder / "checksums.json").unlink()
+
+
 _BETA = "backbone.layers.1.mixer.beta_up.weight"
 
 
@@ -280,8 +308,11 @@ _BETA = "backbone.layers.1.mixer.beta_up.weight"
         (lambda it: change_json(it / "checksums.json", **{"../x": {"sha256": ""}}), "'../x' is no name of a file in"),
         (lambda it: (it / "config.json").unlink(), "config.json: cannot be read"),
         (lambda it: change_json(it / "config.json", model_type="mamba2"), "model_type='mamba2' is not palimpsa_hybrid"),
-        (lambda it: change_json(it / "config.json", pattern="MQ*-"), "layers of the kind Q"),
+        (lambda it: change_json(it / "config.json", pattern="MG*-"), "layers of the kind G"),
         (lambda it: change_json(it / "config.json", state_size="4"), "d_state='4'"),
+        (lambda it: flip_a_bit(it / "tokenizer_config.json"), "tokenizer_config.json: damaged, or changed since"),
+        (lambda it: (it / "provenance.json").unlink(), "provenance.json: cannot be read: No such file"),
+        (with_other_provenance, "provenance.json: holds something else than text by name"),
         (lambda it: resave(it, lambda tensors: tensors.pop(_BETA)), f"{_BETA} is missing"),
         (lambda it: resave(it, lambda tensors: tensors.update(more=torch.ones(2))), "more is not known"),
         (lambda it: resave(it, lambda tensors: tensors[_BETA].fill_(torch.nan)), f"{_BETA} holds something else"),
@@ -308,9 +339,9 @@ def other_data_tokenizer(stage: Path) -> None:
     config.write_text(json.dumps(tree))
 
 
-def a_pattern_with_q(stage: Path) -> None:
+def a_pattern_with_g(stage: Path) -> None:
     config = stage / "config.yaml"
-    config.write_text(config.read_text().replace("pattern: MP*-", "pattern: MQ*-"))
+    config.write_text(config.read_text().replace("pattern: MP*-", "pattern: MG*-"))
 
 
 def lose_a_tensor(stage: Path) -> None:
@@ -332,7 +363,7 @@ def lose_a_tensor(stage: Path) -> None:
     [
         (lambda it: (it / "config.yaml").unlink(), "holds no stage"),
         (lambda it: [flip_a_bit(path) for path in it.glob("checkpoints/step-*/__0_0.distcp")], "no intact checkpoint"),
-        (a_pattern_with_q, "layers of the kind Q"),
+        (a_pattern_with_g, "layers of the kind G"),
         (other_data_tokenizer, "not the tokenizer of the data"),
         (lose_a_tensor, "decoder.layers.1.mixer.b_scale is missing"),
     ],

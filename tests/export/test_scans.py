@@ -61,21 +61,25 @@ def mixing_inputs(tokens: int) -> dict[str, Tensor]:
         "x": normal(2, tokens, 4, 6),
         "dt": 3 * normal(2, tokens, 4),
         "logits": normal(2, tokens, 4, 6),
+        "strength": 3 * normal(2, tokens, 4),
     }
 
 
 @pytest.mark.parametrize("importance", [True, False])
-def test_padded_tokens_neither_write_nor_decay(importance: bool) -> None:
+@pytest.mark.parametrize("strength", [True, False])
+def test_padded_tokens_neither_write_nor_decay(importance: bool, strength: bool) -> None:
     tokens, padded = 40, 9
     inputs = mixing_inputs(tokens)
     heads = torch.linspace(-2, 2, 4), torch.linspace(0, 3, 4), torch.ones(4)
 
     def run(parts: dict[str, Tensor]) -> tuple[Tensor, tuple[Tensor, ...]]:
         of_beta = (parts["logits"], torch.ones(4), torch.full((4,), 0.7)) if importance else None
-        return mixing_scan(parts["q"], parts["k"], parts["x"], parts["dt"], heads, of_beta)
+        write = parts["strength"] if strength else None
+        return mixing_scan(parts["q"], parts["k"], parts["x"], parts["dt"], heads, of_beta, write)
 
     alone, states = run({name: value[1:, padded:] for name, value in inputs.items()})
-    inputs["dt"][1, :padded] = -1e4
+    for name in ("dt", "strength"):
+        inputs[name][1, :padded] = -1e4
     y, final = run(inputs)
     torch.testing.assert_close(y[1:, padded:], alone, atol=1e-5, rtol=1e-5)
     for ours, theirs in zip(final, states, strict=True):

@@ -192,18 +192,23 @@ def hidden_states(weights: Weights, model: ModelConfig, document: list[int]) -> 
     return stream
 
 
+def logits(weights: Weights, model: ModelConfig, document: list[int]) -> list[Tensor]:
+    """Of each of a document's tokens, over all rows of the embedding."""
+    head = weights["embedding.word_embeddings.weight" if model.tie_embeddings else "output_layer.weight"]
+    final_norm = weights["decoder.final_norm.weight"]
+    return [head @ rms_norm(h, final_norm, model.norm_eps) for h in hidden_states(weights, model, document)]
+
+
 def losses(weights: Weights, model: ModelConfig, tokens: Tensor, labels: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Negative log-likelihood of the labels of the tokens inside documents, [cu_seqlens[-1]]."""
-    head = weights["embedding.word_embeddings.weight" if model.tie_embeddings else "output_layer.weight"]
     result = []
     offsets = cu_seqlens.tolist()
     for start, end in itertools.pairwise(offsets):
         document = tokens[0, start:end].tolist()
-        for position, h in enumerate(hidden_states(weights, model, document), start=start):
-            logits = head @ rms_norm(h, weights["decoder.final_norm.weight"], model.norm_eps)
-            largest = logits.max()
-            log_sum = largest + torch.log(torch.exp(logits - largest).sum())
-            result.append(log_sum - logits[labels[0, position]])
+        for position, of_token in enumerate(logits(weights, model, document), start=start):
+            largest = of_token.max()
+            log_sum = largest + torch.log(torch.exp(of_token - largest).sum())
+            result.append(log_sum - of_token[labels[0, position]])
     return torch.stack(result)
 
 
