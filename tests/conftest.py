@@ -1,6 +1,7 @@
 """Fixtures that tests of several parts share."""
 
 import os
+import signal
 
 import pytest
 import torch
@@ -10,6 +11,10 @@ from hypothesis import settings
 # Without a CUDA device Triton's kernels run under its interpreter, chosen before any test module imports Triton.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# A shell starts what runs in the background with SIGINT ignored, and so it would be in processes that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # On a shared machine an example may take any time.
 settings.register_profile("no-deadline", deadline=None)

@@ -4,8 +4,8 @@ usage: python kernels/benchmarks/compiled.py [sm_80 sm_90 sm_100]
 
 One JSON object a line: kernel, target, registers, spilled (instructions that touch local memory), instructions in all
 and, for the two elementwise loops, instructions per state element and token in the innermost loop that holds the
-reciprocals; of the backward one also whether its tiles lie as its sums by tensor cores need it. Limits stand in
-tests/kernels_triton/thresholds.toml.
+reciprocals; of the backward one also whether its tiles lie as its sums by tensor cores need it; values that Triton 3.6
+would lose (`loops`). Limits stand in tests/kernels_triton/thresholds.toml.
 """
 
 import argparse
@@ -22,6 +22,7 @@ try:
     import torch
     import triton
     import triton.language as tl
+    from loops import used_as_bounds_alone
     from palimpsa_kernels.triton import (
         activations,
         adjoint,
@@ -109,7 +110,7 @@ class Configuration:
 
 
 def configurations(target: str) -> dict[str, Configuration]:
-    """As launched on the target for bf16 inputs of the 2.7B shape, H = 80, G = 1."""
+    """As launched on the target for bf16 inputs, unless named otherwise, of the 2.7B shape, H = 80, G = 1."""
     block_k, block_v = elementwise.tile_of(K, V, TARGETS[target])
     key_tile, key_tail = readout.key_tiles(K)
     value_tile = readout.ELEMENTS // triton.next_power_of_2(K)
@@ -135,11 +136,12 @@ def configurations(target: str) -> dict[str, Configuration]:
     norm_warps = norming.pop("num_warps")
     norming |= {"GATED": True, "GIVEN": False}
 
-    def adjoint_of(dense: bool) -> Configuration:
-        constants = {"K": K, "V": V, "BLOCK_K": block_k, "BLOCK_V": block_v, "HAS_INITIAL": False, "EXACT": False}
+    def adjoint_of(dense: bool, exact: bool = False) -> Configuration:
+        constants = {"K": K, "V": V, "BLOCK_K": block_k, "BLOCK_V": block_v, "HAS_INITIAL": False, "EXACT": exact}
         constants |= {"EVEN": True, "PRIOR_GRADIENT": False, "DENSE": dense, "DENSE_BLOCK": elementwise.DENSE_BLOCK}
         constants |= {"STAGES": elementwise.DENSE_STAGES if dense else elementwise.STAGES, "WALK": elementwise.WALK}
-        return Configuration(adjoint.adjoint_kernel, constants, 1, parts, block_k * block_v // 32)
+        types = dict.fromkeys(("v", "beta", "dy", *parts), "*fp32") if exact else parts
+        return Configuration(adjoint.adjoint_kernel, constants, 1, types, block_k * block_v // 32)
 
     return {
         "readout": Configuration(
@@ -152,6 +154,7 @@ def configurations(target: str) -> dict[str, Configuration]:
         ),
         "adjoint": adjoint_of(dense=False),
         "adjoint, dense": adjoint_of(dense=True),
+        "adjoint, dense, fp32": adjoint_of(dense=True, exact=True),
         "chunk states": Configuration(states.chunk_state_kernel, state_options | {"IMPORTANCE": True}, 8, {}),
         "pass states": Configuration(states.pass_states_kernel, passing | {"STATES": 2}, 4, {}),
         "pass adjoints": Configuration(states.pass_adjoints_kernel, passing | {"STATES": 2}, 4, {}),
@@ -268,11 +271,12 @@ def report(name: str, configuration: Configuration, target: str) -> dict[str, An
         "registers": int(registers[1]) if registers else None,
         "spilled": counted["LDL"] + counted["STL"],
         "instructions": len(code),
+        "bounds_alone": used_as_bounds_alone(compiled.asm["ttir"]),
     }
     if configuration.loop_elements:
         loop = smallest_loop(code, configuration.loop_elements)
         entry["instructions_per_element"] = round(loop / configuration.loop_elements, 2)
-    if configuration.kernel is adjoint.adjoint_kernel:
+    if configuration.kernel is adjoint.adjoint_kernel and not configuration.constants["EXACT"]:
         entry["tensor_cores"] = elementwise.layout_fits(compiled, configuration.constants["BLOCK_V"])
     return entry
 

@@ -60,15 +60,15 @@ def recurrences() -> dict[str, Recurrence]:
 
 
 def mamba_ssm_step() -> Callable[[dict[str, Tensor], States], Tensor]:
-    """It multiplies v by its step, which here is -log_alpha with A = -1."""
+    """It multiplies v by its step, which here is -log_alpha with A = -1. Without a bias and a skip D it fails."""
     load_mamba_ssm()
     from mamba_ssm.ops.triton.selective_state_update import selective_state_update
 
     def step(x: dict[str, Tensor], states: States) -> Tensor:
         dt = -x["log_alpha"][..., None].expand(x["v"].shape)
-        A = dt.new_tensor(-1.0).expand(states[0].shape[1:])
-        no_bias = dt.new_zeros(()).expand(x["v"].shape[1:])
-        return selective_state_update(states[0], x["v"], dt, A, x["k"], x["q"], dt_bias=no_bias)
+        A = dt.new_full((), -1.0).expand(states[0].shape[1:])  # a tensor made on the host cannot go into a graph
+        zero = dt.new_zeros(()).expand(x["v"].shape[1:])
+        return selective_state_update(states[0], x["v"], dt, A, x["k"], x["q"], D=zero, dt_bias=zero)
 
     return step
 
@@ -143,6 +143,9 @@ def plot(rows: list[Row], path: Path) -> None:
         rates = [1e3 * row.batch * row.tokens / row.forward_ms for row in own]
         axis.plot(sizes, rates, marker="o", label=kernel)
     axis.set(xlabel="D (state of D x D)", ylabel="tokens/s", xscale="log", yscale="log")
+    shown = sorted({int(row.shape.removeprefix("D ")) for row in rows})
+    axis.set_xticks(shown, [str(size) for size in shown])
+    axis.minorticks_off()
     axis.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernels" / "benchmarks"))
+from loops import used_as_bounds_alone
+
 pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = tomllib.loads((Path(__file__).parent / "thresholds.toml").read_text())
@@ -36,6 +39,7 @@ def test_shipped_configurations_keep_to_their_limits(target: str) -> None:
     assert {entry["kernel"] for entry in entries} == LIMITS.keys()
     wrong = {entry["kernel"]: beyond(entry) for entry in entries if beyond(entry)}
     assert not wrong, wrong
+    assert not [entry["kernel"] for entry in entries if entry["bounds_alone"]]
     assert [entry["tensor_cores"] for entry in entries if "tensor_cores" in entry] == [True, True]
 
 
@@ -51,3 +55,33 @@ def test_a_slower_kernel_passes_its_limits() -> None:
 
 def test_every_limit_has_a_reason() -> None:
     assert all(len(kernel["reason"]) > 10 for kernel in LIMITS.values())
+
+
+CARRIED = """
+%sum:2 = scf.for %i = %c1 to %blocks step %c1 iter_args(%total = %zero, %begin = %c0) -> (f32, i32) : i32 {
+  %end = arith.muli %i, %c16 : i32 loc("x.py")
+  %length = arith.subi %end, %begin : i32
+  %inner = scf.for %j = FIRST to LAST step %c1 iter_args(%part = %total) -> (f32) : i32 {
+    %at = tt.addptr %pointer, PLACE : !tt.ptr<f32>, i32
+    %x = tt.load %at : !tt.ptr<f32>
+    %next = arith.addf %part, %x : f32
+    scf.yield %next : f32
+  }
+  scf.yield %inner, %end : f32, i32
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "place", "found"),
+    [
+        ("%begin", "%end", "%j", ["%begin"]),
+        ("%c0", "%length", "%j", ["%begin"]),
+        ("%begin", "%end", "%length", []),
+        ("%c0", "%length", "%begin", []),
+        ("%c0", "%end", "%begin", []),
+    ],
+)
+def test_a_value_that_only_bounds_use_is_found(first: str, last: str, place: str, found: list[str]) -> None:
+    code = CARRIED.replace("FIRST", first).replace("LAST", last).replace("PLACE", place)
+    assert used_as_bounds_alone(code) == found

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from helpers import reference_model
 from helpers.models import randomise
+from helpers.single_process import single_process as single_process
 from helpers.stages import random_batch, tiny_stage
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.ssm.gated_delta_net import common, gdn

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from helpers.models import randomise
 from helpers.reference_model import relative_error
+from helpers.single_process import single_process as single_process
 from helpers.stages import tiny_stage
 
-from megatron_palimpsa import parallel
-from megatron_palimpsa.config import ParallelConfig
 from megatron_palimpsa.model import build_model
 from megatron_palimpsa.model.build import packed_sequence
 from megatron_palimpsa.model.decoding import decode, prefill
@@ -23,13 +21,6 @@ from megatron_palimpsa.model.sampling import Sampling
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 LENGTHS = (1100, 40, 1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_gpu() -> Iterator[None]:
-    parallel.initialize(ParallelConfig(), seed=1)
-    yield
-    parallel.destroy()
 
 
 def model_of(precision):

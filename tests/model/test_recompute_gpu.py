@@ -8,15 +8,14 @@ Runs by itself on a machine without the rest of the project's dependencies:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from helpers.single_process import single_process as single_process
 from helpers.stages import random_batch, tiny_stage
 
-from megatron_palimpsa import parallel
-from megatron_palimpsa.config import ParallelConfig, StageConfig
+from megatron_palimpsa.config import StageConfig
 from megatron_palimpsa.model import build_model, forward_loss
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -32,13 +31,6 @@ GEOMETRY: dict[str, Any] = {
     "beta_rank": 128,
 }
 """A layer of the 2.7B model."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_gpu() -> Iterator[None]:
-    parallel.initialize(ParallelConfig(), seed=1)
-    yield
-    parallel.destroy()
 
 
 def stage(recompute: str, pattern: str) -> StageConfig:

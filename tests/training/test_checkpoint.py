@@ -13,10 +13,10 @@ import pytest
 import torch
 from helpers.engine_state import moments_of, state_of, weights_of
 from helpers.runs import read_checkpoint
+from helpers.single_process import single_process as single_process
 from helpers.stages import random_batch, tiny_stage
 
-from megatron_palimpsa import parallel
-from megatron_palimpsa.config import ConfigError, ParallelConfig, StageConfig
+from megatron_palimpsa.config import ConfigError, StageConfig
 from megatron_palimpsa.engine.base import StepResult
 from megatron_palimpsa.engine.megatron import MegatronEngine
 from megatron_palimpsa.training import checkpoint
@@ -24,13 +24,6 @@ from megatron_palimpsa.training.batch import Batch
 from megatron_palimpsa.training.checkpoint_state import fingerprint
 
 PROGRESS = {"step": 3, "tokens": 192, "data": {"fingerprint": "ab", "position": [1, 2]}, "wandb": None}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_process() -> Iterator[None]:
-    parallel.initialize(ParallelConfig(), seed=1)
-    yield
-    parallel.destroy()
 
 
 def batches_from(config: StageConfig, step: int) -> Iterator[Batch]:

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,23 +14,15 @@ from typing import Any
 import pytest
 import torch
 from helpers.engine_state import state_of
+from helpers.single_process import single_process as single_process
 from helpers.stages import random_batch, tiny_stage
 
-from megatron_palimpsa import parallel
-from megatron_palimpsa.config import ParallelConfig
 from megatron_palimpsa.engine import optimizer_state
 from megatron_palimpsa.engine.boxes import Box
 from megatron_palimpsa.engine.megatron import MegatronEngine
 from megatron_palimpsa.training import checkpoint, checkpoint_copy, checkpoint_saver
 from megatron_palimpsa.training.checkpoint import Checkpointer, CheckpointError
 from megatron_palimpsa.training.checkpoint_copy import HostCopy
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_process() -> Iterator[None]:
-    parallel.initialize(ParallelConfig(), seed=1)
-    yield
-    parallel.destroy()
 
 
 def take(engine: MegatronEngine, first: int, steps: int = 1) -> None:

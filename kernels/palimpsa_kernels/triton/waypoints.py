@@ -56,7 +56,9 @@ def advance_exactly(
     pair_mask, inside_v, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, DENSE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The same token by token in fp32, rows in the tile's order; pointers as the backward loop has them."""
-    for i in tl.range(begin, end, num_stages=2):
+    # `begin` is a value carried by the caller's loop: Triton 3.6 drops one that is used as a loop's bound alone.
+    for step in tl.range(0, end - begin, num_stages=2):
+        i = begin + step
         weight = tl.load(weights + i * H)
         if DENSE:
             mean *= tl.exp(weight)
