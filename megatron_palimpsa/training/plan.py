@@ -79,7 +79,7 @@ def _unmeasured(model: ModelConfig, parallel: ParallelConfig) -> str:
     spread = zero.zero_stage > 0 and zero.zero_hpz_partition_size == 1 and parallel.replica_size == 1
     measured = spread and (zero.offload_parameters or not zero.offload_optimizer)
     unmeasured = [] if parallel.engine == "megatron" or measured else ["with these settings of DeepSpeed"]
-    unmeasured += [f"of {symbol} layers" for symbol in "QLG" if symbol in model.layers]
+    unmeasured += ["of G layers"] if "G" in model.layers else []
     return f"; not measured {' and '.join(unmeasured)} yet" if unmeasured else ""
 
 

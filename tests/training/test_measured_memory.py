@@ -9,6 +9,8 @@ from palimpsa_launch import stages
 from megatron_palimpsa.config import load_stage
 from megatron_palimpsa.training.memory import estimate_memory
 
+RECIPES = {"bench-2.7b": "bench/2.7b", "palimpsa": "760m/palimpsa", "palimpsa-d": "760m/palimpsa-d"}
+"""Of each name of a stage in the records."""
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MEASURED = [
     row
@@ -24,6 +26,6 @@ def test_enough_configurations_were_measured() -> None:
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: row["case"])
 def test_estimate_is_within_ten_percent(row: dict[str, str]) -> None:
-    config = load_stage(stages.path("bench/2.7b"), row["overrides"].split())
+    config = load_stage(stages.path(RECIPES[row["stage"]]), row["overrides"].split())
     estimate = estimate_memory(config, int(row["dp"])).total
     assert estimate == pytest.approx(int(row["peak_bytes"]), rel=0.1)
