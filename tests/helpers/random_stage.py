@@ -24,7 +24,7 @@ def write_random_stage(folder: Path, data: Path, seed: int = 0, **changes: Any) 
     try:
         model = build_model(config)
         randomise(model, seed=seed)
-        weights = {name: parameter.detach().float() for name, parameter in model.named_parameters()}
+        weights = {name: parameter.detach().float().cpu() for name, parameter in model.named_parameters()}
     finally:
         parallel.destroy()
     values = [(Box(name, tuple(w.shape), (0,) * w.dim(), tuple(w.shape)), w) for name, w in weights.items()]
