@@ -52,7 +52,7 @@ class Demo:
 
     def run(self) -> tuple[int, str]:
         process = self.start()
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=240)
         return process.returncode, output
 
     def wait_for_stage(self, stage: str) -> int:
@@ -126,7 +126,7 @@ def test_a_signal_lets_the_stage_save_and_ends_with_75(tiny: Demo, number: signa
     process = tiny.start()
     tiny.wait_for_stage("continue-pretraining")
     process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 75, output
     assert "goes on from here" in output
     assert tiny.take_calls() == ["prep", STAGES[0]]
@@ -140,11 +140,11 @@ def test_sigkill_takes_the_running_stage_along_and_the_next_run_goes_on(tiny: De
     while not state_of(stage).startswith("T"):
         time.sleep(0.02)
     process.kill()
-    assert process.wait(timeout=60) == -signal.SIGKILL
+    assert process.wait(timeout=240) == -signal.SIGKILL
     with (tiny.folder / ".demo.lock").open() as lock, pytest.raises(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.kill(stage, signal.SIGCONT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     tiny.take_calls()
     code, output = tiny.run()
     assert code == 0, output

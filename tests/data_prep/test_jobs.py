@@ -285,7 +285,7 @@ def test_two_calls_share_one_job(tmp_path: Path) -> None:
     calls = [context.Process(target=run_and_count, args=(job, results)) for _ in range(3)]
     for call in calls:
         call.start()
-    written = [results.get(timeout=30) for _ in calls]
+    written = [results.get(timeout=240) for _ in calls]
     for call in calls:
         call.join(60)
     assert sum(written) == 6
@@ -321,7 +321,7 @@ def test_workers_do_not_outlive_the_job(tmp_path: Path) -> None:
     assert len(workers) == 2
     child.kill()
     child.join()
-    _, alive = psutil.wait_procs(workers, timeout=20)
+    _, alive = psutil.wait_procs(workers, timeout=240)
     assert not alive
     assert not list((tmp_path / "out").glob("*.manifest.json"))
     assert run_job(dataclasses.replace(job, read=slow_sources.quickly)).written == 2

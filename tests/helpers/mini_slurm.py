@@ -187,7 +187,7 @@ class MiniSlurm:
 
     def call(self, *command: str, check: bool = True) -> str:
         answer = subprocess.run(
-            command, env=self._environment(), capture_output=True, text=True, check=False, timeout=60
+            command, env=self._environment(), capture_output=True, text=True, check=False, timeout=240
         )
         assert not check or answer.returncode == 0, f"{command}: {answer.stdout}{answer.stderr}"
         return answer.stdout

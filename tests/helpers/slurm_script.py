@@ -102,7 +102,7 @@ class StageScript:
     def run(self, attempt: int = 0, job: int = 12345) -> tuple[int, str]:
         """-> exit status (minus the signal's number), output."""
         with self.start(attempt, job) as process:
-            output, _ = process.communicate(timeout=60)
+            output, _ = process.communicate(timeout=240)
         return process.returncode, output
 
     def logs(self, attempt: int = 0, job: int = 12345) -> Path:

@@ -23,5 +23,5 @@ sys.exit(main(sys.argv[1:]))
 
 def without(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", WITHOUT, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", WITHOUT, *map(str, arguments)], capture_output=True, text=True, timeout=240, check=False
     )

@@ -85,7 +85,7 @@ def test_of_two_submits_at_the_same_instant_one_is_refused(cluster, chain):
     chain.behave("until_told; ends 75")
     command = [sys.executable, "-m", "megatron_palimpsa", "submit", *map(str, chain.recipes), "--job", str(chain.job)]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    answers = [(*process.communicate(timeout=120), process.returncode) for process in both]
+    answers = [(*process.communicate(timeout=240), process.returncode) for process in both]
     assert sorted(code for *_, code in answers) == [0, 2]
     (refused,) = (err for _, err, code in answers if code == 2)
     assert "already; let it go on, or end it with megatron-palimpsa cancel" in refused

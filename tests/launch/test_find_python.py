@@ -53,7 +53,7 @@ class Machine:
 
     def find(self, **environment: str) -> subprocess.CompletedProcess[str]:
         variables = {"PATH": str(self.path), "HOME": str(self.home), **environment}
-        return subprocess.run(["sh", str(SCRIPT)], env=variables, capture_output=True, text=True, timeout=60)
+        return subprocess.run(["sh", str(SCRIPT)], env=variables, capture_output=True, text=True, timeout=240)
 
 
 @pytest.fixture
@@ -140,6 +140,6 @@ def test_the_python_the_user_names_is_the_only_one_tried(machine: Machine, tmp_p
 
 
 def test_the_real_machine_has_one() -> None:
-    result = subprocess.run(["sh", str(SCRIPT)], env=os.environ, capture_output=True, text=True, timeout=60)
-    version = subprocess.run([result.stdout.strip(), "--version"], capture_output=True, text=True, timeout=60).stdout
+    result = subprocess.run(["sh", str(SCRIPT)], env=os.environ, capture_output=True, text=True, timeout=240)
+    version = subprocess.run([result.stdout.strip(), "--version"], capture_output=True, text=True, timeout=240).stdout
     assert version.startswith(("Python 3.12", "Python 3.13"))

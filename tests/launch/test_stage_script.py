@@ -214,7 +214,7 @@ def test_signal_before_the_limit_makes_the_stop_file_and_requeues(tmp_path):
     with script.start() as process:
         _wait_for(script.logs() / "arguments")
         process.send_signal(signal.SIGUSR1)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=240)
     assert process.returncode == REQUEUED
     assert "the time limit is near" in output
     assert (script.logs() / "STOP").exists()
@@ -228,7 +228,7 @@ def test_cancelled_job_saves_and_is_not_requeued(tmp_path):
     with script.start() as process:
         _wait_for(script.logs() / "arguments")
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
+        process.communicate(timeout=240)
     assert process.returncode == 75
     assert not script.requeued.exists()
 

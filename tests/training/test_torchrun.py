@@ -22,7 +22,7 @@ def test_signal_to_one_rank_then_one_process_goes_on(tmp_path, tiny_data, layout
     with start("train", path, ranks=2) as launcher:
         wait_for_step(folder, 3, launcher)
         os.kill(rank_process(launcher.pid, rank=1), signal.SIGTERM)
-        out, err = launcher.communicate(timeout=120)
+        out, err = launcher.communicate(timeout=240)
     assert "stop signal received: saved at step" in out, err
     # torchrun's own summary names each rank's exit code.
     assert set(re.findall(r"exitcode *: (-?\d+)", err)) == {str(int(ExitCode.SAVED_AND_STOPPED))}

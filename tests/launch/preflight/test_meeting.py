@@ -34,7 +34,7 @@ def hold(monkeypatch, count, measure, absent=(), own=lambda number: {}, **bounds
     with ThreadPoolExecutor(count) as pool:
         present = [number for number in range(count) if number not in absent]
         parts = [pool.submit(meet, job, number, lambda number=number: facts(**own(number))) for number in present]
-        answers = [part.result(timeout=60) for part in parts]
+        answers = [part.result(timeout=240) for part in parts]
     return [good for good, _ in answers], answers[0][1], sorted(tests)
 
 
