@@ -166,7 +166,7 @@ def describe_stage(config: StageConfig, before: Before, ranks: int, where: str, 
 
 
 def _evaluation(config: StageConfig, step: PlannedStep, after: tuple[str, ...]) -> PlannedJob:
-    command = evaluation_command(config, step.folder)
+    command = evaluation_command(config, step.folder, step.job.interpreter)
     name = job_name(config.output_dir, f"{config.name}.evaluation")
     job = dataclasses.replace(step.job, nodes=1)
     marker = RunFolder(step.folder).evaluated
@@ -175,8 +175,8 @@ def _evaluation(config: StageConfig, step: PlannedStep, after: tuple[str, ...]) 
     )
 
 
-def evaluation_command(config: StageConfig, folder: Path) -> list[str]:
-    """The program and arguments of a stage's evaluation.
+def evaluation_command(config: StageConfig, folder: Path, python: str) -> list[str]:
+    """The program and arguments of a stage's evaluation; `python` is the interpreter that trains.
 
     Raises:
         ConfigError: its quotes are not balanced.
@@ -185,7 +185,7 @@ def evaluation_command(config: StageConfig, folder: Path) -> list[str]:
         words = shlex.split(config.evaluation or "")
     except ValueError as error:
         raise ConfigError(f"evaluation={config.evaluation!r}: {error}") from None
-    return [word.replace("{folder}", str(folder)) for word in words]
+    return [word.replace("{folder}", str(folder)).replace("{python}", python) for word in words]
 
 
 def _plan_preparation(config: Preparation, job: JobConfig) -> PlannedStep:

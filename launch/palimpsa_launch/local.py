@@ -60,7 +60,7 @@ def plan_here(recipes: Sequence[Path], overrides: list[str], ranks: int, gpu_mem
                 left.append(config)
             else:
                 plans.append(describe_stage(config, Before.of(left), ranks, f"--nproc {ranks}", gpu_memory))
-                evaluation_command(config, config.folder)
+                evaluation_command(config, config.folder, sys.executable)
                 left.append(config)
         except ConfigError as error:
             raise ConfigError(f"{recipe}: {error}") from None
@@ -170,7 +170,7 @@ def _evaluate(config: StageConfig) -> ExitCode:
     folder = RunFolder(config.folder)
     if config.evaluation is None or folder.is_evaluated:
         return ExitCode.COMPLETE
-    command = evaluation_command(config, Path.cwd() / config.folder)
+    command = evaluation_command(config, Path.cwd() / config.folder, sys.executable)
     print(f"evaluation: {shlex.join(command)}", flush=True)
     try:
         code = subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode

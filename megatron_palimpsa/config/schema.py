@@ -239,7 +239,8 @@ class StageConfig:
     init_from: InitFrom | None = None
     evaluation: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*[^\x00-\x20\x7f][^\x00-\x1f\x7f]*$")] | None = None
     """A command that is run once the stage is complete: by `submit` as a job of its own on one node, by `train` where
-    it takes several stages. Quotes group its words, no shell reads it; `{folder}` stands for the stage's folder."""
+    it takes several stages. Quotes group its words, no shell reads it; `{folder}` stands for the stage's folder,
+    `{python}` for the interpreter that trains."""
     seed: NonNegative = 1234
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_palimpsa.config import ConfigError
 from megatron_palimpsa.evaluation.scorer import Progress, Scorer
 from megatron_palimpsa.inference.detokenizer import Detokenizer
 from megatron_palimpsa.model.generation import stream
@@ -13,6 +14,15 @@ from megatron_palimpsa.model.sampling import Sampling
 
 _ROWS = 16
 """Prompts at once; each holds its layers' states in memory."""
+
+
+def require_states(scorer: Scorer, task: str) -> None:
+    """Raises ConfigError where the model has layers that cannot go on from a prompt."""
+    if "G" in scorer.model.model_config.layers:
+        raise ConfigError(
+            f"task {task}: continues texts, and Gated DeltaNet layers (G) keep no states here; tasks of likelihoods "
+            f"(`paper`, longbench_v2_choice) measure such a model"
+        )
 
 
 def continue_prompts(

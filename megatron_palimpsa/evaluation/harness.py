@@ -161,6 +161,11 @@ class _LocalFactory(TaskFactory):
 _FORMATS = {"json", "csv", "parquet", "text", "arrow"}
 
 
+def generates(loaded: dict[str, Any]) -> bool:
+    """Whether a loaded task, tag or group has the model continue texts."""
+    return any(task.OUTPUT_TYPE == "generate_until" for task in loaded["tasks"].values())
+
+
 def run(name: str, loaded: dict[str, Any], scorer: Scorer, fewshot: int | None, limit: int | None) -> TaskResult:
     """Evaluate a loaded task, tag or group.
 

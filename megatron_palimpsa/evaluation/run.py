@@ -44,7 +44,7 @@ def run(model: Path, output: Path, options: Options, reading: Reading) -> Path:
         limit = it.config.model.seq_length if reading.max_length is None else reading.max_length or None
         scorer = Scorer(it, limit, reading.batch_tokens)
         for task in tasks:
-            task.check(scorer)
+            task.require(scorer)
         folder = ResultFolder(output, _settings(it, scorer, options))
         left = [task for task in tasks if folder.find(task.name) is None]
         logger.info("%s: %d tasks, %d of them done already", it.checkpoint, len(tasks), len(tasks) - len(left))

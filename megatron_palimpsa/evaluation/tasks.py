@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_palimpsa.config import ConfigError
 from megatron_palimpsa.evaluation import longbench, paper, ruler
-from megatron_palimpsa.evaluation.continuations import continue_prompts
+from megatron_palimpsa.evaluation.continuations import continue_prompts, require_states
 from megatron_palimpsa.evaluation.results import TaskResult, mean
 from megatron_palimpsa.evaluation.scorer import Progress, Scorer
 
@@ -53,6 +53,14 @@ class Task:
     run: Callable[[Scorer], TaskResult]
     check: Callable[[Scorer], object] = lambda scorer: None
     """Raises ConfigError where the model's tokenizer does not do for the task."""
+    generates: bool = False
+    """Whether the model continues texts."""
+
+    def require(self, scorer: Scorer) -> None:
+        """Raises ConfigError where the model does not do for the task."""
+        if self.generates:
+            require_states(scorer, self.name)
+        self.check(scorer)
 
 
 def plan(options: Options) -> list[Task]:
@@ -105,7 +113,9 @@ class _Harness:
     def task(self, name: str) -> Task:
         loaded = self._tasks.load(name)
         return Task(
-            name, lambda scorer: self._module.run(name, loaded, scorer, self._options.fewshot, self._options.limit)
+            name,
+            lambda scorer: self._module.run(name, loaded, scorer, self._options.fewshot, self._options.limit),
+            generates=self._module.generates(loaded),
         )
 
 
@@ -135,12 +145,18 @@ def _ruler(name: str, options: Options) -> list[Task]:
         return TaskResult(f"{PREFIX}{name}/{length}", count, {"score": scores}, {"samples": given})
 
     return [
-        Task(f"{PREFIX}{name}/{length}", partial(run, length=length), partial(sample, length=length, index=0))
+        Task(
+            f"{PREFIX}{name}/{length}",
+            partial(run, length=length),
+            partial(sample, length=length, index=0),
+            generates=True,
+        )
         for length in options.lengths
     ]
 
 
 def _longbench(name: str, options: Options) -> Task:
     items = longbench.read_items(longbench.find_file(options.data))[: options.limit]
-    evaluate = longbench.generate if name == longbench.GENERATED else longbench.choose
-    return Task(name, lambda scorer: evaluate(items, scorer), longbench.require_room)
+    generates = name == longbench.GENERATED
+    evaluate = longbench.generate if generates else longbench.choose
+    return Task(name, lambda scorer: evaluate(items, scorer), longbench.require_room, generates)

@@ -58,6 +58,7 @@ def describe(
         *_fit(config, world_size, memory.total, gpu_memory),
         f"checkpoints    every {config.checkpoint.interval:,} steps, {config.checkpoint.keep} kept, about "
         f"{_size(checkpoint_bytes(model))} each{copy}",
+        *([] if config.evaluation is None else [f"evaluation     {config.evaluation}"]),
     ]
     return "\n".join(lines)
 

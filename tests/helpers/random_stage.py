@@ -10,7 +10,7 @@ from helpers.runs import write_stage
 from megatron_palimpsa import parallel
 from megatron_palimpsa.config import load_stage
 from megatron_palimpsa.convert.stage_folder import write_checkpoint
-from megatron_palimpsa.engine.boxes import Box
+from megatron_palimpsa.engine.optimizer_state import locals_of
 from megatron_palimpsa.model import build_model
 from megatron_palimpsa.training.run_folder import RunFolder
 
@@ -24,11 +24,14 @@ def write_random_stage(folder: Path, data: Path, seed: int = 0, **changes: Any) 
     try:
         model = build_model(config)
         randomise(model, seed=seed)
-        weights = {name: parameter.detach().float().cpu() for name, parameter in model.named_parameters()}
+        values = [
+            (box, local.parameter.detach().float().cpu().reshape(-1)[place].reshape(box.shape))
+            for local in locals_of([model])
+            for box, place in local.boxes(0, local.numel, "")
+        ]
     finally:
         parallel.destroy()
-    values = [(Box(name, tuple(w.shape), (0,) * w.dim(), tuple(w.shape)), w) for name, w in weights.items()]
-    write_checkpoint(run, config.model, values, elements=sum(w.numel() for w in weights.values()), step=8)
+    write_checkpoint(run, config.model, values, elements=sum(box.numel for box, _ in values), step=8)
     run.write_config(config)
     run.write_marker({"steps": 8, "tokens": 512, "seconds": 1.0, "checkpoint": "checkpoints/step-8"})
     return run.path

@@ -34,7 +34,7 @@ def cluster():
 @pytest.fixture
 def chain(cluster, tmp_path, tiny_data, monkeypatch):
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
-    evaluation = "touch '{folder}/score of it'"
+    evaluation = "cp {python} '{folder}/score of it'"
     return StandInChain(tmp_path, tiny_data, cluster, evaluation=evaluation)
 
 

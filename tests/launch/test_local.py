@@ -23,9 +23,7 @@ from megatron_palimpsa.training.run_folder import RunFolder
 @pytest.fixture
 def recipe(tmp_path, tiny_data):
     """A run file of two stages; the first is evaluated."""
-    evaluation = (
-        f"{sys.executable} -c 'import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(\"7\")' {{folder}}/score"
-    )
+    evaluation = "{python} -c 'import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(\"7\")' {folder}/score"
     write_stage(tmp_path, tiny_data, "first", evaluation=evaluation)
     write_stage(tmp_path, tiny_data, "second", init_from={"stage": "first"})
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"stages": ["first.yaml", "second.yaml"]}))

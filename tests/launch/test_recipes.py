@@ -1,5 +1,8 @@
 """The packaged recipes: as they are meant, within the memory of the GPUs they are for, in the README as they are."""
 
+import dataclasses
+import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from megatron_palimpsa.training.parameters import count_parameters
 from megatron_palimpsa.training.stages import Source, planned_source
 
 ROOT = Path(__file__).parents[2]
+EVALUATION = ROOT / "docs" / "evaluation.md"
 H100 = 80 * 2**30
 SIZES = ("170m", "760m")
 OF_A_SIZE = (
@@ -84,7 +88,7 @@ def test_every_packaged_stage_is_in_a_list_here():
         for name in found
         if name.rpartition("/")[2] not in ("base", "base-d", "run", "data", "layers", "base-model", "importance")
     }
-    assert {name for name in named if not name.startswith(("demo/", "bench/", "mqar/"))} == set(STAGES)
+    assert {name for name in named if not name.startswith(("demo/", "bench/", "mqar/", "position/"))} == set(STAGES)
 
 
 @pytest.mark.parametrize("ranks", [8, 64])
@@ -96,6 +100,9 @@ def test_each_stage_fits_its_gpus(name, ranks, large_disk, tmp_path, monkeypatch
     plan = run.describe(config, ranks, planned_source=source, data_may_be_missing=True, gpu_memory=H100)
     assert f"{ranks} ranks: tp 1, pp 1" in plan
     assert "fits into a GPU of 85.9 GB" in plan
+    assert ("\nevaluation     {python} -m megatron_palimpsa eval run {folder} " in plan) == (
+        config.evaluation is not None
+    )
 
 
 @pytest.mark.parametrize("name", ["2.7b", "2.7b-control"])
@@ -176,6 +183,38 @@ def test_models_of_a_size_have_about_as_many_parameters(size):
         assert model.nheads == 16
         if "-" in model.layers:
             assert model.ffn_hidden_size == -(-8 * model.hidden_size // 3 // 256) * 256
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_models_of_a_size_are_evaluated_on_the_papers_tasks(size):
+    configs = {name: load_stage(stages.path(f"{size}/{name}")) for name in OF_A_SIZE}
+    assert [name for name in OF_A_SIZE if configs[name].evaluation is None] == ["pretrain-m", "pretrain-d"]
+    python, *words = chain.evaluation_command(configs["palimpsa"], Path("/runs/a stage"), "/a venv/bin/python3")
+    assert (python, words[:2]) == ("/a venv/bin/python3", ["-m", "megatron_palimpsa"])
+    chosen = cli.parse(words[2:])
+    assert chosen.model == chosen.output.parent == Path("/runs/a stage")
+    assert (chosen.tasks, chosen.limit, chosen.data) == (("paper",), None, Path("data/evaluation"))
+    assert len({config.evaluation for config in configs.values()}) == 2
+
+
+def test_models_of_the_loss_by_position_differ_in_importance_alone():
+    paths = recipes.find_recipes(["position/run"])
+    text, without, with_importance = configs = [chain.load_recipe(path, []) for path in paths]
+    chain.check_folders(paths, configs)
+    pattern = with_importance.model.pattern
+    model = dataclasses.replace(with_importance.model, pattern=pattern.replace("P", "M"))
+    assert "P" in pattern
+    assert without == dataclasses.replace(with_importance, name=without.name, model=model)
+    (command,) = text.then
+    prepared = preparation.words(command)
+    data = without.data
+    assert {Path(file).parents[1] for file in (data.train_blend, data.valid_blend)} == {Path(prepared[-1])}
+    assert Path(data.tokenizer).parent == Path(prepared[-1])
+    # The command that the documents give compares them on their validation text.
+    (line,) = re.findall(r"^    \S+ (eval nll runs/position/.*(?:\n        .*)*)", EVALUATION.read_text(), re.MULTILINE)
+    chosen = cli.parse(shlex.split(line.replace("\\", "")))
+    assert (chosen.a, chosen.b) == (without.folder, with_importance.folder)
+    assert (chosen.blend, chosen.length) == (Path(data.valid_blend), without.model.seq_length)
 
 
 def _words(array) -> list[str]:

@@ -1,54 +1,21 @@
 """Megatron's Gated DeltaNet as `G` layers, with plain PyTorch in place of flash-linear-attention's kernels."""
 
-import itertools
-
-import palimpsa_kernels
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import reference_model
+from helpers.gated_delta_net import pytorch_kernels as pytorch_kernels
 from helpers.models import randomise
 from helpers.single_process import single_process as single_process
 from helpers.stages import random_batch, tiny_stage
 from megatron.core.inference.contexts import StaticInferenceContext
-from megatron.core.ssm.gated_delta_net import common, gdn
+from megatron.core.ssm.gated_delta_net import common
 
 from megatron_palimpsa.config import ConfigError
-from megatron_palimpsa.model import build_model, forward_loss, gated_delta_net
+from megatron_palimpsa.model import build_model, forward_loss
 from megatron_palimpsa.model.naming import global_parameters
 from megatron_palimpsa.training.parameters import count_parameters
 
 MODEL = {"pattern": "G-G", "headdim": 16}
-
-
-def convolve(*, x, weight, bias, activation, initial_state, output_final_state, cu_seqlens):
-    offsets = cu_seqlens.to(torch.int32)
-    return palimpsa_kernels.causal_conv1d(x, weight, bias, activation=activation, cu_seqlens=offsets), None
-
-
-def delta_rule(q, k, v, *, g, beta, cu_seqlens, **options):
-    """fla's chunk_gated_delta_rule, token by token: [1, T, H, ...] in q's dtype."""
-    assert options == {"initial_state": None, "output_final_state": False, "use_qk_l2norm_in_kernel": False}
-    outputs = []
-    for start, end in itertools.pairwise(cu_seqlens.tolist()):
-        state = q.new_zeros(q.shape[2], q.shape[3], v.shape[3])
-        for t in range(start, end):
-            state = state * g[0, t].exp()[:, None, None]
-            read = torch.einsum("hk,hkv->hv", k[0, t], state)
-            state = state + torch.einsum("hk,hv->hkv", k[0, t], beta[0, t][:, None] * (v[0, t] - read))
-            outputs.append(torch.einsum("hk,hkv->hv", q[0, t], state) * q.shape[3] ** -0.5)
-    return torch.stack(outputs)[None], None
-
-
-@pytest.fixture
-def pytorch_kernels(monkeypatch):
-    monkeypatch.setattr(common, "HAVE_FLA", True)
-    monkeypatch.setattr(common, "l2norm", lambda x: F.normalize(x, dim=-1))
-    monkeypatch.setattr(gdn, "causal_conv1d", convolve)
-    monkeypatch.setattr(gdn, "chunk_gated_delta_rule", delta_rule)
-    monkeypatch.setattr(gated_delta_net, "require_kernels", lambda: None)
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def test_losses_and_gradients_equal_a_float64_model_written_token_by_token(pytorch_kernels):
