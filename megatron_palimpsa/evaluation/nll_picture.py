@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 
 from megatron_palimpsa.report.style import COLOURS, save, tidy
 
@@ -29,12 +30,20 @@ def draw(bins: Sequence[Bin], names: Sequence[str], path: Path, even: bool) -> N
     lows, highs = [one.low for one in bins], [one.high for one in bins]
     difference.fill_between(centres, lows, highs, color=COLOURS[2], alpha=0.25, linewidth=0)
     difference.plot(centres, [one.difference for one in bins], color=COLOURS[2], marker="o", markersize=3)
-    difference.set_ylabel("B - A (nats a token), 95 % over documents")
+    difference.set_ylabel("B - A, 95 % over documents")
     difference.set_xlabel("tokens before in the document")
     for axes in (losses, difference):
         tidy(axes)
         if not even:
-            axes.set_xscale("log", base=2)
+            _scale_by_doubling(axes, bins)
     temporary = path.with_name(f".{path.stem}.tmp.png")
     save(figure, temporary)
     temporary.replace(path)
+
+
+def _scale_by_doubling(axes: Axes, bins: Sequence[Bin]) -> None:
+    """Each bin is named where it is drawn, by the positions that it holds."""
+    axes.set_xscale("log", base=2)
+    axes.minorticks_off()
+    names = [f"{one.start:,}-{one.stop - 1:,}" for one in bins]
+    axes.set_xticks([(one.start + one.stop) / 2 for one in bins], names, rotation=30, ha="right")

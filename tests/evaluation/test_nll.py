@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from palimpsa_data.sets import SetReader
 
 from megatron_palimpsa import cli
 from megatron_palimpsa.config import ConfigError
-from megatron_palimpsa.evaluation import nll
+from megatron_palimpsa.evaluation import nll, nll_picture
 from megatron_palimpsa.evaluation.documents import Text, read_documents
-from megatron_palimpsa.evaluation.nll import Sums, summarize
+from megatron_palimpsa.evaluation.nll import Bin, Sums, summarize
 from megatron_palimpsa.inference import opened
+from megatron_palimpsa.report.style import save
 
 TEXTS = ["abc def ghi jab " * 4, "cde", "fgh ija bcd efg hij " * 9, "jih gfe"]
 
@@ -119,6 +121,20 @@ def test_empty_bins_are_left_out_and_one_document_has_no_band() -> None:
     (one,) = summarize(Sums(tokens * 2.0, tokens), Sums(tokens * 1.0, tokens), [0, 4, 8])
     assert (one.start, one.documents, one.a, one.difference) == (0, 1, 2.0, -1.0)
     assert np.isnan(one.low)
+
+
+def test_the_picture_names_the_positions_of_each_bin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(nll_picture, "save", lambda figure, path: figures.append(figure) or save(figure, path))
+    edges = [0, 16, 32, 2048]
+    bins = [Bin(start, stop, 9, 90, 3.0, 2.5, -0.5, -0.75, -0.25) for start, stop in pairwise(edges)]
+    nll_picture.draw(bins, ["A: one", "B: other"], tmp_path / "nll.png", even=False)
+    losses, difference = figures[0].axes
+    assert [text.get_text() for text in difference.get_xticklabels()] == ["0-15", "16-31", "32-2,047"]
+    assert difference.get_xticks().tolist() == [8, 24, 1040]
+    assert [line.get_ydata()[0] for line in losses.get_lines()] == [3.0, 2.5]
+    (band,) = difference.collections
+    assert band.get_datalim(difference.transData).intervaly.tolist() == [-0.75, -0.25]
 
 
 def test_documents_of_blends_come_in_proportion_and_streams_in_equal_pieces(tiny_data: Path, tmp_path: Path) -> None:
