@@ -19,6 +19,6 @@ def optional_packages() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise DataError(
-            f"this needs the package {error.name}, which is not installed: pip install 'megatron-palimpsa[data]', "
-            f"or pip install -e '.[data]' in a checkout"
+            f"this needs the package {error.name}, which is not installed: in this project's folder "
+            ".venv/bin/pip install -e '.[data]' -c constraints.txt"
         ) from None

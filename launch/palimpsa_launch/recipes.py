@@ -24,15 +24,20 @@ def find_recipes(names: Sequence[str]) -> list[Path]:
     Raises:
         ConfigError: no such file or packaged recipe; or a run file that cannot be read.
     """
-    return [recipe for name in names for recipe in _expand(_find(name))]
+    return [recipe for name in names for recipe in _expand(find_recipe(name))]
 
 
 def is_run_file(name: str) -> bool:
     """Whether the recipe of this name lists others."""
-    return "stages" in read_tree(_find(name))
+    return "stages" in read_tree(find_recipe(name))
 
 
-def _find(name: str) -> Path:
+def find_recipe(name: str) -> Path:
+    """The file of a name: of a YAML file, or of a packaged recipe.
+
+    Raises:
+        ConfigError: there is no such packaged recipe.
+    """
     path = Path(name)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         return path

@@ -13,7 +13,9 @@ def add(commands: argparse._SubParsersAction) -> None:
         description="Train a few steps of a stage on random packed tokens and print tokens a second, MFU and peak "
         "memory beside the plan's estimate. Needs no data, tokenizer or run folder; under torchrun every rank runs it.",
     )
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="the stage's YAML file")
+    parser.add_argument(
+        "recipe", metavar="STAGE", help="the stage's YAML file, or the name of a packaged one (bench/2.7b)"
+    )
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="KEY=VALUE", help="changes any key of the file, in every case"
     )
@@ -44,7 +46,9 @@ def _count(text: str) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
+    from palimpsa_launch.recipes import find_recipe
+
     from megatron_palimpsa import bench, launcher
 
-    cases = bench.read_cases(options.config, options.overrides, options.cases, launcher.world_size())
+    cases = bench.read_cases(find_recipe(options.recipe), options.overrides, options.cases, launcher.world_size())
     return bench.run_cases(cases, warmup=options.warmup, steps=options.steps, output=options.output, save=options.save)

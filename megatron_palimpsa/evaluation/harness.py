@@ -34,7 +34,7 @@ try:
 except ModuleNotFoundError as error:
     raise ConfigError(
         f"tasks of lm-evaluation-harness need the package {error.name}, which is not installed: "
-        f"pip install 'megatron-palimpsa[eval]', or pip install -c constraints.txt -e '.[eval]' in a checkout"
+        "in this project's folder .venv/bin/pip install -e '.[eval]' -c constraints.txt"
     ) from None
 
 _BOOTSTRAPS = 1000

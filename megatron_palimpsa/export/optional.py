@@ -13,6 +13,6 @@ def require_transformers() -> None:
         importlib.import_module("megatron_palimpsa.hf")
     except ImportError as error:
         raise ConfigError(
-            f"this needs Hugging Face's transformers, 5.24 or newer: pip install 'megatron-palimpsa[hf]', or "
-            f"pip install -e '.[hf]' in a checkout ({error})"
+            "this needs Hugging Face's transformers, 5.24 or newer: in this project's folder "
+            f".venv/bin/pip install -e '.[hf]' -c constraints.txt ({error})"
         ) from None

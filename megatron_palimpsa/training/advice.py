@@ -14,6 +14,8 @@ from megatron_palimpsa.training.memory import estimate_memory
 USABLE = 0.95
 """Of a GPU's memory; the CUDA context, NCCL and gaps between the allocator's blocks take the rest."""
 _DEGREES = (2, 4, 8)
+_SMALL_BUCKET = 50_000_000
+"""Elements that ZeRO reduces at once: 200 MB in float32, still far more than a message needs to be fast."""
 
 Change = dict[str, object]
 """Value of each key, `section.key`."""
@@ -56,6 +58,8 @@ def _cheap(config: StageConfig, world_size: int) -> Iterator[Change]:
     train, parallel = config.train, config.parallel
     replicas = world_size // (parallel.tp * parallel.pp)
     if parallel.engine == "deepspeed":
+        if parallel.deepspeed.reduce_bucket_size > _SMALL_BUCKET:
+            yield {"parallel.deepspeed.reduce_bucket_size": _SMALL_BUCKET}
         yield from _higher_stages(config, replicas)
     elif not parallel.distributed_optimizer and replicas > 1:
         yield {"parallel.distributed_optimizer": True}

@@ -227,7 +227,10 @@ def _raise(error: BaseException) -> Any:
 
 
 def _failed(final: Path, reason: str) -> SaveError:
-    return SaveError(f"{final}: could not be saved ({reason}); the checkpoints before it are untouched")
+    return SaveError(
+        f"{final}: could not be saved ({reason}); the checkpoints before it are untouched: "
+        "when that is mended, start the same command again to go on from the last"
+    )
 
 
 def _reason(error: BaseException | None) -> str:

@@ -142,7 +142,8 @@ class _Run:
         if path is None:
             if started:
                 raise ConfigError(
-                    f"{self.folder.checkpoints}: no checkpoint is intact; remove {self.folder.path} to start anew"
+                    f"{self.folder.checkpoints}: no checkpoint is intact; restore its files, or remove "
+                    f"{self.folder.path} to start anew"
                 )
             return None
         saved = Progress.from_dict(checkpoint.read_progress(path))

@@ -52,3 +52,8 @@ def test_the_ranks_count():
 def test_the_command_refuses_an_output_that_is_neither_csv_nor_json_lines(capsys, tmp_path):
     assert cli.main(["bench", str(STAGE), "--output", str(tmp_path / "table.txt")]) == 2
     assert "must end with .jsonl or .csv" in capsys.readouterr().err
+
+
+def test_a_name_that_is_no_packaged_recipe_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "bench/3b"]) == 2
+    assert "'bench/3b' is neither a YAML file nor a packaged recipe" in capsys.readouterr().err

@@ -23,7 +23,8 @@ def test_what_is_missing_is_said(name: str, tokenizer: str, package: str, tmp_pa
     (tmp_path / name).write_bytes({".zst": b"\x28\xb5\x2f\xfd"}.get(name[-4:], b'{"text": "words"}'))
     done = without("prep", "text", tmp_path / name, "--tokenizer", tmp_path / tokenizer, "--output", tmp_path / "out")
     assert done.returncode == 2
-    assert f"needs the package {package}, which is not installed: pip install 'megatron-palimpsa[data]'" in done.stderr
+    assert f"needs the package {package}, which is not installed: in this project's folder" in done.stderr
+    assert ".venv/bin/pip install -e '.[data]'" in done.stderr
     assert "Traceback" not in done.stderr
 
 

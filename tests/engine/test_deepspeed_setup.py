@@ -18,7 +18,7 @@ from megatron_palimpsa.parallel.cpu import cuda_means_cpu
 def test_without_deepspeed_the_message_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     require_engine(tiny_stage())
-    with pytest.raises(ConfigError, match="DS_BUILD_OPS=0 pip install"):
+    with pytest.raises(ConfigError, match=r"DS_BUILD_OPS=0 \.venv/bin/pip install"):
         require_engine(tiny_stage(parallel={"engine": "deepspeed"}))
 
 

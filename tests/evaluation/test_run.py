@@ -151,7 +151,7 @@ def test_without_the_harness_its_tasks_say_what_to_install(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     message = refusal(capsys, *arguments(evaluated_stage, tmp_path / "results", data, "paper"))
     assert "need the package lm_eval" in message
-    assert "pip install 'megatron-palimpsa[eval]'" in message
+    assert "pip install -e '.[eval]'" in message
     assert not (tmp_path / "results").exists()
 
 

@@ -427,5 +427,5 @@ def test_without_transformers_the_message_says_what_to_install(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert cli.main(["export", str(stage), str(tmp_path / "out")]) == 2
-    assert "pip install 'megatron-palimpsa[hf]'" in capsys.readouterr().err
+    assert "pip install -e '.[hf]'" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

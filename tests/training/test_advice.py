@@ -77,6 +77,15 @@ def test_under_deepspeed_it_is_higher_stages_and_offload():
     assert not any(way.startswith("parallel.deepspeed.zero_stage=3: ") for way in alone)
 
 
+def test_under_deepspeed_a_smaller_bucket_comes_first():
+    config = stage(*ZERO_1)
+    needed = estimate_memory(config, 8).total
+    ways = advise(config, 8, int((needed - 0.5 * GB) / 0.95))
+    assert ways[0].startswith("parallel.deepspeed.reduce_bucket_size=50000000: ")
+    lowered = stage(*ZERO_1, "parallel.deepspeed.reduce_bucket_size=50000000")
+    assert not any("reduce_bucket_size" in way for way in advise(lowered, 8, 40 * GB))
+
+
 def plan(memory: int | None, *overrides: str) -> str:
     return describe(stage(*overrides), 1, None, [], memory)
 

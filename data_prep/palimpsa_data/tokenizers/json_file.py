@@ -95,7 +95,9 @@ class GigatokenTokenizer(Tokenizer):
             import awkward  # noqa: F401
             import gigatoken
         except ImportError as error:
-            raise DataError(f"{error.name} is not installed (pip install 'megatron-palimpsa[data]')") from None
+            raise DataError(
+                f"{error.name} is not installed (.venv/bin/pip install -e '.[data]' -c constraints.txt)"
+            ) from None
         settings = dict(reference.settings)
         settings["added_tokens"] = [token for token in settings["added_tokens"] if not token["special"]]
         try:
