@@ -9,95 +9,46 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_palimpsa.config.values import ConfigError, parse_count
-from megatron_palimpsa.config.zero import SAME_NAMES
+from pydantic import TypeAdapter, ValidationError
 
-SECTION = "parallel.deepspeed"
+from megatron_palimpsa.config.deepspeed_keys import (
+    FIXED,
+    KNOWN,
+    OURS,
+    REFUSED,
+    SCHEDULER,
+    SECTION,
+    is_section,
+)
+from megatron_palimpsa.config.schema import StageConfig
+from megatron_palimpsa.config.sections import field_type
+from megatron_palimpsa.config.values import STRICT, ConfigError, parse_count
 
 
 class _Setting(NamedTuple):
     """One value of the JSON in the stage's terms."""
 
-    said: str
-    """By the JSON, such as `zero_optimization.stage=3`."""
+    key: str
+    """In the JSON, such as `zero_optimization.stage`."""
+    given: Any
+    """By the JSON."""
     ours: str
     """In the stage, such as `parallel.deepspeed.zero_stage`."""
     value: Any
+    """In the stage."""
+    times: str = ""
+    """What it takes from `given` to `value`."""
 
-
-_OURS = {
-    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
-    "gradient_accumulation_steps": f"{SECTION}.gradient_accumulation_steps",
-    "gradient_clipping": "optimizer.clip_grad",
-    "zero_optimization.stage": f"{SECTION}.zero_stage",
-    **{f"zero_optimization.{name}": f"{SECTION}.{name}" for name in SAME_NAMES},
-    "zero_optimization.offload_optimizer.pin_memory": f"{SECTION}.pin_memory",
-    "zero_optimization.offload_param.pin_memory": f"{SECTION}.pin_memory",
-    "optimizer.params.lr": "optimizer.lr",
-    "optimizer.params.eps": "optimizer.eps",
-    "optimizer.params.weight_decay": "optimizer.weight_decay",
-    **{
-        f"fp16.{name}": f"{SECTION}.fp16.{name}"
-        for name in ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
-    },
-}
-"""Keys whose value is that of a key of the stage."""
-
-_FIXED: dict[str, tuple[Any, ...]] = {
-    "communication_data_type": ("fp32", "torch.float32", None),
-    "data_types.grad_accum_dtype": ("fp32", "torch.float32", None),
-    "prescale_gradients": (False,),
-    "gradient_predivide_factor": (1,),
-    "bf16.immediate_grad_update": (True, False),
-    "bf16.check_grad_overflow": (True, False),
-    "fp16.auto_cast": (False,),
-    "fp16.consecutive_hysteresis": (False,),
-    "optimizer.type": ("AdamW", "Adam"),
-    "optimizer.params.torch_adam": (True,),
-    "optimizer.params.adam_w_mode": (True,),
-    "optimizer.params.bias_correction": (True,),
-    "optimizer.params.amsgrad": (False,),
-    "zero_allow_untested_optimizer": (True,),
-    "zero_force_ds_cpu_optimizer": (False,),
-    "wall_clock_breakdown": (False,),
-    "zero_optimization.contiguous_gradients": (True,),
-    "zero_optimization.reduce_scatter": (True,),
-    "zero_optimization.allgather_partitions": (True,),
-    "zero_optimization.round_robin_gradients": (False,),
-    "zero_optimization.ignore_unused_parameters": (True,),
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": (True, False),
-    "zero_optimization.offload_optimizer.device": ("cpu", "none"),
-    "zero_optimization.offload_optimizer.ratio": (1,),
-    "zero_optimization.offload_param.device": ("cpu", "none"),
-    "bf16.enabled": (True, False),
-    "fp16.enabled": (True, False),
-}
-"""Keys whose value decides nothing here, or more than one key of the stage, and the values that are taken."""
-
-_IGNORED = {"steps_per_print"}
-"""Of DeepSpeed's own log, which is off."""
-
-_REFUSED = {
-    "zero_quantized_weights": "weights rounded to int8 on their way are not those that a checkpoint holds, and its "
-    "kernels are compiled at the start; spread them over fewer ranks with zero_hpz_partition_size instead",
-    "zero_quantized_nontrainable_weights": "weights rounded to int8 are not those that a checkpoint holds",
-    "zero_quantized_gradients": "gradients rounded to int4 on their way are not those of one process, and its kernels "
-    "are compiled at the start; leave it out",
-    "mics_shard_size": "DeepSpeed has removed MiCS; zero_hpz_partition_size keeps a copy of the weights among so many "
-    "ranks",
-    "mics_hierarchical_params_gather": "DeepSpeed has removed MiCS; leave it out",
-}
-"""Of `zero_optimization` and of the stage's section: why not, and what instead."""
-
-_SCHEDULER = (
-    "the schedule is the stage's: optimizer.schedule, optimizer.warmup_steps and optimizer.min_lr; leave it out"
-)
+    @property
+    def said(self) -> str:
+        return _said(self.key, self.given) + self.times
 
 
 def refuse_by_name(tree: dict[str, Any], where: str) -> None:
     """Raises ConfigError where a stage's `parallel.deepspeed` names what is not offered."""
-    for name, reason in _REFUSED.items():
-        if name in (_find(tree, SECTION.split(".")) or {}):
+    section = _find(tree, SECTION.split("."))
+    for name, reason in REFUSED.items():
+        if isinstance(section, dict) and name in section:
             raise ConfigError(f"{where}: {SECTION}.{name} is not supported: {reason}")
 
 
@@ -112,28 +63,46 @@ def merge_ready(tree: dict[str, Any], where: str) -> dict[str, Any]:
     """The stage's tree with the JSON that `parallel.deepspeed.config` names in it, in place of its name.
 
     Raises:
-        ConfigError: names the key of the JSON that is unknown, not supported, or says something else than the stage.
+        ConfigError: names the key of the JSON that is unknown, not supported, wrong, or says something else than the
+            stage or than another key of the JSON.
     """
     section = _find(tree, SECTION.split("."))
-    if not isinstance(section, dict) or section.get("config") is None:
+    if not isinstance(section, dict) or "config" not in section:
         return tree
     tree = copy.deepcopy(tree)
     path = _find(tree, SECTION.split(".")).pop("config")
     if not isinstance(path, str):
-        raise ConfigError(f"{where}: {SECTION}.config={path!r} must be the path of a DeepSpeed JSON file")
+        raise ConfigError(
+            f"{where}: {SECTION}.config={path!r} must be the path of a DeepSpeed JSON file; without one, leave it out"
+        )
+    taken: dict[str, str] = {}
     for setting in _settings(_read(path), path, tree):
+        value = _checked(setting, path)
         *sections, name = setting.ours.split(".")
         place = tree
         for part in sections:
             place = place.setdefault(part, {})
             if not isinstance(place, dict):
                 raise ConfigError(f"{where}: {part}={place!r} must be a section")
-        if place.setdefault(name, setting.value) != setting.value and _number(place[name]) != setting.value:
-            raise ConfigError(
-                f"{path}: {setting.said} contradicts {setting.ours}={_text(place[name])} of "
-                f"{where}; make them agree, or leave one out"
-            )
+        if name not in place:
+            place[name], taken[setting.ours] = value, setting.said
+        elif _number(place[name]) != value:
+            other = f"the stage's {setting.ours}={_text(place[name])}"
+            if setting.ours in taken:
+                other = f"{taken[setting.ours]} of the same file: both are {setting.ours}"
+            raise ConfigError(f"{path}: {setting.said} contradicts {other}; make them agree, or leave one out")
     return tree
+
+
+def _checked(setting: _Setting, path: str) -> Any:
+    """The setting's value, as the stage takes it."""
+    try:
+        # Through JSON, as the rest of the stage.
+        return TypeAdapter(field_type(StageConfig, setting.ours), config=STRICT).validate_json(
+            json.dumps(setting.value)
+        )
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {setting.said}: {error.errors()[0]['msg']}") from None
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -159,58 +128,58 @@ def _settings(tree: dict[str, Any], path: str, stage: dict[str, Any]) -> Iterato
     """What the JSON says in the stage's terms; `auto` and null say nothing."""
     values = dict(_leaves(tree, "", path))
     for key, value in values.items():
-        _check_known(key, value, path)
-    yield from _precision(values, stage)
+        _check_value(key, value, path)
+    yield from _precision(values, path, stage)
     for key, value in values.items():
-        if key in _OURS and _in_use(key, values):
-            yield _Setting(_said(key, value), _OURS[key], value)
+        if key in OURS and _in_use(key, values):
+            yield _Setting(key, value, OURS[key], value)
     for key, ours in (("offload_optimizer", "offload_optimizer"), ("offload_param", "offload_parameters")):
         device = f"zero_optimization.{key}.device"
         if device in values:
-            yield _Setting(_said(device, values[device]), f"{SECTION}.{ours}", values[device] == "cpu")
+            yield _Setting(device, values[device], f"{SECTION}.{ours}", values[device] == "cpu")
     betas = "optimizer.params.betas"
-    for index, beta in enumerate(values.get(betas, ()), start=1):
-        yield _Setting(_said(betas, values[betas]), f"optimizer.beta{index}", beta)
-    if "train_batch_size" in values:
-        length = _number(_find(stage, ["model", "seq_length"]))
-        if isinstance(length, int) and isinstance(values["train_batch_size"], int):
-            said = f"{_said('train_batch_size', values['train_batch_size'])} times model.seq_length={length}"
-            yield _Setting(said, "train.global_batch_tokens", values["train_batch_size"] * length)
+    for index, beta in enumerate(values.get(betas, ())):
+        yield _Setting(f"{betas}[{index}]", beta, f"optimizer.beta{index + 1}", beta)
+    length = _number(_find(stage, ["model", "seq_length"]))
+    if "train_batch_size" in values and isinstance(length, int) and length > 0:
+        sequences = values["train_batch_size"]
+        times = f" times model.seq_length={length}"
+        yield _Setting("train_batch_size", sequences, "train.global_batch_tokens", sequences * length, times)
 
 
 def _leaves(tree: dict[str, Any], prefix: str, path: str) -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         key = prefix + name
-        if isinstance(value, dict):
-            _check_section(key, path)
+        if is_section(key) and isinstance(value, dict):
             yield from _leaves(value, f"{key}.", path)
-        elif value is not None and value != "auto":
+            continue
+        _check_name(key, name, value, path)
+        if value is not None and value != "auto":
             yield key, _whole(value)
 
 
-_KNOWN = {*_OURS, *_FIXED, *_IGNORED, "train_batch_size", "optimizer.params.betas"}
-
-
-def _check_section(key: str, path: str) -> None:
-    if key == "scheduler":
-        raise ConfigError(f"{path}: scheduler is not supported: {_SCHEDULER}")
-    if not any(known.startswith(f"{key}.") for known in _KNOWN):
+def _check_name(key: str, name: str, value: Any, path: str) -> None:
+    if is_section(key):
+        if value is not None:
+            raise ConfigError(f"{path}: {_said(key, value)} must be a section (an object in braces)")
+    elif key == "scheduler":
+        if value is not None:
+            raise ConfigError(f"{path}: scheduler is not supported: {SCHEDULER}")
+    elif "." in name or (key not in KNOWN and key.removeprefix("zero_optimization.") not in REFUSED):
         raise ConfigError(f"{path}: {key!r} is not a key that this engine takes from a DeepSpeed JSON; remove it")
 
 
-def _check_known(key: str, value: Any, path: str) -> None:
-    name = key.removeprefix("zero_optimization.")
-    if name in _REFUSED:
-        if value is False:
-            return
-        raise ConfigError(f"{path}: {_said(key, value)} is not supported: {_REFUSED[name]}")
-    if key not in _KNOWN:
-        raise ConfigError(f"{path}: {key!r} is not a key that this engine takes from a DeepSpeed JSON; remove it")
-    if key in _FIXED and not any(type(value) is type(one) and value == one for one in _FIXED[key]):
-        allowed = " or ".join(_text(one) for one in _FIXED[key] if one is not None)
+def _check_value(key: str, value: Any, path: str) -> None:
+    reason = REFUSED.get(key.removeprefix("zero_optimization."))
+    if reason and value is not False:
+        raise ConfigError(f"{path}: {_said(key, value)} is not supported: {reason}")
+    if key in FIXED and not any(type(value) is type(one) and value == one for one in FIXED[key]):
+        allowed = " or ".join(_text(one) for one in FIXED[key] if one is not None)
         raise ConfigError(f"{path}: {_said(key, value)} is not supported; set it to {allowed}, or remove it")
     if key == "optimizer.params.betas" and not (isinstance(value, list) and len(value) == 2):
         raise ConfigError(f"{path}: {_said(key, value)} must be two numbers")
+    if key == "train_batch_size" and not (type(value) is int and value > 0):
+        raise ConfigError(f"{path}: {_said(key, value)} must be a whole number above 0, the sequences of a step")
 
 
 def _in_use(key: str, values: dict[str, Any]) -> bool:
@@ -222,15 +191,15 @@ def _in_use(key: str, values: dict[str, Any]) -> bool:
     return True
 
 
-def _precision(values: dict[str, Any], stage: dict[str, Any]) -> Iterator[_Setting]:
+def _precision(values: dict[str, Any], path: str, stage: dict[str, Any]) -> Iterator[_Setting]:
     asked = _find(stage, ["train", "precision"]) or "bf16"
     for name in ("bf16", "fp16"):
         key = f"{name}.enabled"
         if values.get(key) is True:
-            yield _Setting(_said(key, True), "train.precision", name)
+            yield _Setting(key, True, "train.precision", name)
         elif values.get(key) is False and asked == name and values.get("fp16.enabled") is not True:
             raise ConfigError(
-                f"{key}=false of the DeepSpeed JSON contradicts train.precision={asked}; set train.precision=fp32, or "
+                f"{path}: {key}=false contradicts the stage's train.precision={asked}; set train.precision=fp32, or "
                 f"remove {key}"
             )
 
@@ -258,4 +227,5 @@ def _said(key: str, value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, (bool, list)) else str(value)
+    """As JSON has it: true, NaN; with quotes that tell text from a number."""
+    return json.dumps(value) if isinstance(value, (bool, float)) else repr(value)

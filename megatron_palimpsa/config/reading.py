@@ -6,14 +6,16 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from megatron_palimpsa.config.deepspeed_json import anchor_ready, merge_ready, refuse_by_name
 from megatron_palimpsa.config.schema import StageConfig
+from megatron_palimpsa.config.sections import section_at
 from megatron_palimpsa.config.strict_yaml import parse_yaml, write_yaml
 from megatron_palimpsa.config.values import ConfigError
+from megatron_palimpsa.config.zero import DeepSpeedConfig
 
 
 def load_stage(path: str | Path, overrides: list[str] | None = None) -> StageConfig:
@@ -132,7 +134,8 @@ def _describe(error: ValidationError, where: str, kind: type) -> str:
 
 
 def _known_keys(kind: Any, loc: tuple[int | str, ...]) -> str:
-    if len(loc) > 1:
-        hint = get_type_hints(kind)[str(loc[0])]
-        kind = next(part for part in (hint, *get_args(hint)) if dataclasses.is_dataclass(part))
-    return f"; known keys are {', '.join(field.name for field in dataclasses.fields(kind))}"
+    section = section_at(kind, loc[:-1])
+    keys = [field.name for field in dataclasses.fields(section)]
+    if section is DeepSpeedConfig:
+        keys.append("config")  # Which `merge_ready` puts the settings in place of.
+    return f"; known keys are {', '.join(keys)}"

@@ -41,7 +41,8 @@ class DeepSpeedConfig:
     pin_memory: bool = True
     """Lock the host memory of what is offloaded, so that copies run beside the computation."""
     reduce_bucket_size: Count = 500_000_000
-    """Elements of gradients reduced together; stages 2 and 3 hold a float32 buffer of that many on the GPU."""
+    """Elements of gradients reduced together; every stage holds a float32 buffer of that many on the GPU, stage 2 with
+    `overlap_comm` two."""
     allgather_bucket_size: Count = 500_000_000
     """Elements of updated weights gathered together (stages 1 and 2); even."""
     sub_group_size: Count = 1_000_000_000

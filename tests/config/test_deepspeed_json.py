@@ -87,32 +87,34 @@ def test_fp16_and_its_scale(tmp_path: Path) -> None:
     ("ready", "overrides", "expected"),
     [
         ({"zero_optimization": {"stage": 3}}, ["parallel.deepspeed.zero_stage=2"],
-         ["zero_optimization.stage=3 contradicts parallel.deepspeed.zero_stage=2"]),
+         ["zero_optimization.stage=3 contradicts the stage's parallel.deepspeed.zero_stage=2"]),
         ({"train_batch_size": 4}, [],
-         ["train_batch_size=4 times model.seq_length=32 contradicts train.global_batch_tokens=64"]),
+         ["train_batch_size=4 times model.seq_length=32 contradicts the stage's train.global_batch_tokens='64'"]),
         ({"train_micro_batch_size_per_gpu": 2}, ["train.micro_batch_size=1"],
-         ["train_micro_batch_size_per_gpu=2 contradicts train.micro_batch_size=1"]),
+         ["train_micro_batch_size_per_gpu=2 contradicts the stage's train.micro_batch_size=1"]),
         ({"gradient_clipping": 0.5}, ["optimizer.clip_grad=1.0"],
-         ["gradient_clipping=0.5 contradicts optimizer.clip_grad=1.0"]),
-        ({"bf16": {"enabled": True}}, ["train.precision=fp32"], ["bf16.enabled", "train.precision=fp32"]),
+         ["gradient_clipping=0.5 contradicts the stage's optimizer.clip_grad=1.0"]),
+        ({"bf16": {"enabled": True}}, ["train.precision=fp32"],
+         ["bf16.enabled=true contradicts the stage's train.precision='fp32'"]),
         ({"bf16": {"enabled": False}}, [], ["bf16.enabled=false", "train.precision=bf16"]),
         ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, [], ["fp16.enabled=true contradicts"]),
-        ({"optimizer": {"params": {"lr": 0.5}}}, [], ["optimizer.params.lr=0.5 contradicts optimizer.lr=0.01"]),
+        ({"optimizer": {"params": {"lr": 0.5}}}, [],
+         ["optimizer.params.lr=0.5 contradicts the stage's optimizer.lr=0.01"]),
         ({"optimizer": {"params": {"betas": [0.5]}}}, [], ["optimizer.params.betas=[0.5] must be two numbers"]),
-        ({"optimizer": {"type": "Lion"}}, [], ["optimizer.type=Lion", "AdamW"]),
+        ({"optimizer": {"type": "Lion"}}, [], ["optimizer.type='Lion'", "AdamW"]),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, [], ["adam_w_mode=false", "true"]),
         ({"scheduler": {"type": "WarmupLR"}}, [], ["scheduler", "optimizer.schedule"]),
-        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, [], ["offload_param.device=nvme", "cpu"]),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, [], ["offload_param.device='nvme'", "cpu"]),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
          ["parallel.deepspeed.offload_optimizer=false"],
-         ["offload_optimizer.device=cpu contradicts parallel.deepspeed.offload_optimizer=false"]),
+         ["offload_optimizer.device='cpu' contradicts the stage's parallel.deepspeed.offload_optimizer=false"]),
         ({"zero_optimization": {"zero_quantized_weights": True}}, [],
          ["zero_quantized_weights=true is not supported", "zero_hpz_partition_size"]),
         ({"zero_optimization": {"mics_shard_size": 8}}, [], ["mics_shard_size=8", "removed MiCS"]),
         ({"zero_optimization": {"stagee": 3}}, [], ["'zero_optimization.stagee'", "remove it"]),
         ({"fp16": {"enabled": False, "scale": 3}}, [], ["'fp16.scale'"]),
         ({"flops_profiler": {"enabled": True}}, [], ["'flops_profiler'"]),
-        ({"communication_data_type": "bf16"}, [], ["communication_data_type=bf16", "fp32"]),
+        ({"communication_data_type": "bf16"}, [], ["communication_data_type='bf16'", "fp32"]),
         ({"bf16": {"enabled": 1}}, [], ["bf16.enabled=1 is not supported; set it to true or false"]),
         ({"zero_optimization": {"reduce_bucket_size": "many"}}, [], ["reduce_bucket_size='many'"]),
         ('{"bf16": {}, "bf16": {}}', [], ["'bf16' is given twice"]),
@@ -130,3 +132,87 @@ def test_contradictions_and_unknown_keys_are_refused_by_name(
     message = refusal(tmp_path, ready, *overrides)
     for part in expected:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("ready", "expected"),
+    [
+        ({"train_batch_size": "many"}, "train_batch_size='many' must be a whole number above 0"),
+        ({"train_batch_size": "8"}, "train_batch_size='8' must be"),
+        ({"train_batch_size": True}, "train_batch_size=true must be"),
+        ({"train_batch_size": 2.5}, "train_batch_size=2.5 must be"),
+        ({"train_batch_size": -2}, "train_batch_size=-2 must be"),
+        ({"train_batch_size": {}}, "train_batch_size={} must be"),
+        ({"train_batch_size": 2**62}, f"train_batch_size={2**62} times model.seq_length=32: Input should be less"),
+        ({"zero_optimization": {"stage": "2"}}, "zero_optimization.stage='2': Input should be a valid integer"),
+        ({"zero_optimization": {"stage": 7}}, "zero_optimization.stage=7: Input should be less than or equal to 3"),
+        ({"zero_optimization": {"stage": {"of": 1}}}, "zero_optimization.stage={'of': 1}: Input should be a valid int"),
+        ({"zero_optimization": {"overlap_comm": 1}}, "zero_optimization.overlap_comm=1: Input should be a valid bool"),
+        ({"zero_optimization": {"reduce_bucket_size": "many"}},
+         "zero_optimization.reduce_bucket_size='many': Value error, expected a count"),
+        ({"train_micro_batch_size_per_gpu": -1}, "train_micro_batch_size_per_gpu=-1: Input should be greater than 0"),
+        ('{"gradient_clipping": NaN}', "gradient_clipping=NaN: Input should be a finite number"),
+        ('{"gradient_clipping": 1e999}', "gradient_clipping=Infinity: Input should be a finite number"),
+        ('{"zero_optimization": {"sub_group_size": -Infinity}}', "zero_optimization.sub_group_size=-Infinity: Input"),
+        ({"optimizer": {"params": {"eps": -1}}}, "optimizer.params.eps=-1: Input should be greater than 0"),
+        ({"optimizer": {"params": {"betas": ["auto", 0.9]}}},
+         "optimizer.params.betas[0]='auto': Input should be a valid number"),
+        ({"optimizer": {"params": {"betas": [0.9, 1]}}}, "optimizer.params.betas[1]=1: Input should be less than 1"),
+        ({"fp16": {"enabled": True, "loss_scale": "big"}}, "fp16.loss_scale='big': Input should be a valid number"),
+        ({"fp16": {"enabled": "true"}}, "fp16.enabled='true' is not supported; set it to true or false"),
+        ({"zero_optimization": True}, "zero_optimization=true must be a section"),
+        ({"zero_optimization": "auto"}, "zero_optimization='auto' must be a section"),
+        ({"bf16": True}, "bf16=true must be a section"),
+        ({"optimizer": []}, "optimizer=[] must be a section"),
+        ({"optimizer": {"params": 3}}, "optimizer.params=3 must be a section"),
+        ({"zero_optimization": {"offload_optimizer": "cpu"}},
+         "zero_optimization.offload_optimizer='cpu' must be a section"),
+        ({"scheduler": "WarmupLR"}, "scheduler is not supported: the schedule is the stage's"),
+        ({"zero_optimization.stage": 3}, "'zero_optimization.stage' is not a key"),
+        ({"stagee": "auto"}, "'stagee' is not a key"),
+        ({"bf16": {"enabled": False}}, "bf16.enabled=false contradicts"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": True},
+                                "offload_param": {"device": "cpu", "pin_memory": False}}},
+         "zero_optimization.offload_param.pin_memory=false contradicts "
+         "zero_optimization.offload_optimizer.pin_memory=true of the same file: both are "
+         "parallel.deepspeed.pin_memory"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}},
+         "fp16.enabled=true contradicts bf16.enabled=true of the same file"),
+        ({"zero_optimization": {"stage": 3}, "optimizer": {"params": {"lr": 1}}},
+         "optimizer.params.lr=1 contradicts the stage's optimizer.lr=0.01;"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_the_json_is_said_of_its_file_and_key(ready: Any, expected: str, tmp_path: Path) -> None:
+    message = refusal(tmp_path, ready)
+    assert message.startswith(f"{tmp_path / 'ready.json'}: {expected}")
+    assert "stage.yaml" not in message
+
+
+def test_null_and_auto_leave_sections_and_values_to_the_stage(tmp_path: Path) -> None:
+    silent = {"scheduler": None, "bf16": None, "train_batch_size": "auto", "zero_optimization": {"stage": None}}
+    assert stage_with(tmp_path, silent) == stage_with(tmp_path, {})
+
+
+def test_a_count_in_words_agrees_with_the_same_number(tmp_path: Path) -> None:
+    ready = {"zero_optimization": {"reduce_bucket_size": 5e7}}
+    stage = stage_with(tmp_path, ready, "parallel.deepspeed.reduce_bucket_size=50M")
+    assert stage.parallel.deepspeed.reduce_bucket_size == 50_000_000
+
+
+@pytest.mark.parametrize("value", ["3", "true", "1.5", "zero_quantized_weights", "[mics_shard_size]", ""])
+def test_the_section_itself_must_be_one(value: str, tmp_path: Path) -> None:
+    message = refusal(tmp_path, {}, f"parallel.deepspeed={value}")
+    assert f"stage.yaml: parallel.deepspeed={yaml.safe_load(value)!r}: Input should be an object" in message
+
+
+def test_no_path_is_none_of_a_json(tmp_path: Path) -> None:
+    message = refusal(tmp_path, {}, "parallel.deepspeed.config=")
+    assert "stage.yaml: parallel.deepspeed.config=None must be the path of a DeepSpeed JSON file" in message
+
+
+def test_an_unknown_key_of_the_section_is_answered_with_its_keys(tmp_path: Path) -> None:
+    message = refusal(tmp_path, {}, "parallel.deepspeed.zero_stages=1")
+    assert "'parallel.deepspeed.zero_stages'; known keys are zero_stage, " in message
+    assert message.endswith(", fp16, config")
+    message = refusal(tmp_path, {}, "parallel.deepspeed.fp16.scale=1")
+    assert "'parallel.deepspeed.fp16.scale'; known keys are loss_scale, " in message
