@@ -31,17 +31,38 @@ class Attempt:
         return found
 
     def bad_rank(self) -> int | None:
-        """The first rank that ended otherwise than complete, or saved and stopped."""
-        return min((rank for rank, code in self.exit_codes().items() if code not in _GOOD), default=None)
+        """The rank to blame where one ended otherwise than complete, or saved and stopped.
+
+        The first with an error of its own, else the first that was killed, else the first that lost the others. Killed
+        ranks come second because torchrun kills those that wait for one that failed.
+        """
+        codes = self.exit_codes()
+        bad = sorted(rank for rank, code in codes.items() if code not in _GOOD)
+        if not bad:
+            return None
+        own = [rank for rank in bad if not self._lost_the_others(rank)]
+        killed = sorted(rank for rank in self._ranks() if rank not in codes)
+        return [*own, *killed, *bad][0]
 
     def last_error(self) -> str | None:
-        """What the first bad rank said last."""
+        """What the rank to blame said last."""
         rank = self.bad_rank()
         if rank is None:
             return None
         lines = [line for line in read_text(self.log(rank)).splitlines() if line.strip()]
+        if rank not in self.exit_codes():
+            return f"rank {rank} was killed or crashed; its log ends: {(lines or ['(empty)'])[-1].strip()}"
         errors = [line for line in lines if "rror: " in line]
         return f"rank {rank}: {(errors or lines or ['(its log is empty)'])[-1].strip()}"
+
+    def _ranks(self) -> list[int]:
+        """Those that have a log."""
+        names = [path.stem.removeprefix("rank-") for path in self.folder.glob("rank-*.log")]
+        return [int(name) for name in names if name.isdecimal()]
+
+    def _lost_the_others(self, rank: int) -> bool:
+        """Whether it ended only because another rank had (the message is the command line's)."""
+        return f"error: rank {rank} cannot reach the others" in read_text(self.log(rank))
 
 
 def attempts(stage_folder: Path) -> list[Attempt]:

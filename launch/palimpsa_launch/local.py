@@ -112,7 +112,7 @@ def _do(config: Step, ranks: int) -> ExitCode:
 
 
 def _train(folder: Path, resolved: Path, ranks: int) -> ExitCode:
-    logs = folder / "logs" / f"local-{1 + sum(item.folder.name.startswith('local-') for item in attempts(folder))}"
+    logs = folder / "logs" / f"local-{_next_number(folder)}"
     logs.mkdir(parents=True)
     stop_file = logs / "STOP"
     environment = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
@@ -133,6 +133,12 @@ def _train(folder: Path, resolved: Path, ranks: int) -> ExitCode:
             _watch(processes, LogReader(Attempt(logs).log(0)))
     codes = [process.returncode for process in processes]
     return _outcome(folder, Attempt(logs), codes, bool(stopped))
+
+
+def _next_number(folder: Path) -> int:
+    """Above those that are there: older ones may have been removed."""
+    names = [attempt.folder.name.rpartition("-") for attempt in attempts(folder)]
+    return 1 + max((int(number) for kind, _, number in names if kind == "local"), default=0)
 
 
 def _watch(processes: Sequence[subprocess.Popen[bytes]], log: LogReader) -> None:

@@ -105,7 +105,7 @@ def read_run(folder: Path) -> list[RunStep]:
 
 def _order(step: RunStep) -> tuple[float, float]:
     if step.submission is None:  # before those that were submitted: they were complete by then
-        return 0, (step.folder / "config.yaml").stat().st_mtime
+        return 0, configuration(step).stat().st_mtime
     return 1, step.submission.first_id
 
 

@@ -14,6 +14,7 @@ from helpers.bpe import write_tokenizer
 from helpers.jobs import write_inputs
 from helpers.published_mamba2 import random_mamba2
 from helpers.runs import VOCAB_SIZE, Events, read_checkpoint, run, train_on_ranks, write_stage
+from palimpsa_launch.local import run_here
 
 from megatron_palimpsa import cli
 from megatron_palimpsa.config import load_stage
@@ -73,6 +74,16 @@ def test_killed_run_leaves_no_rank_behind_and_the_same_command_goes_on(recipe, t
     (first.path / "score").unlink()
     assert "[1/1] first: complete already" in run("train", *command).stdout
     assert not (first.path / "score").exists()  # nor is it evaluated again
+
+
+def test_logs_of_an_attempt_get_a_new_folder_where_older_ones_were_removed(tmp_path, tiny_data):
+    stage = write_stage(tmp_path, tiny_data)
+    logs = tmp_path / "runs" / "stage" / "logs"
+    for number in (2, 10):
+        (logs / f"local-{number}").mkdir(parents=True)
+    for _ in range(2):
+        run_here([stage], [], ranks=0)
+    assert sorted(path.name for path in logs.iterdir()) == ["local-10", "local-11", "local-12", "local-2"]
 
 
 @pytest.mark.long

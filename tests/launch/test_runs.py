@@ -176,6 +176,38 @@ def test_logs_show_the_newest_attempt_and_the_rank_that_failed(run, capsys):
     assert "the run has first, second, third" in capsys.readouterr().err
 
 
+VICTIM = (
+    "megatron-palimpsa: error: rank {} cannot reach the others: [gloo/transport/tcp/pair.cc:547] Connection closed\n"
+    "If one of them ended first, what it printed says why. Checkpoints stay; the same command goes on from the newest\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("codes", "culprit", "expected"),
+    [
+        ({0: 1, 1: 1, 2: 1}, "Traceback\nValueError: bad tensor\n", "rank 1: ValueError: bad tensor"),
+        ({0: 1, 2: 1}, "step 5\n", "rank 1 was killed or crashed; its log ends: step 5"),
+        # torchrun killed those that still waited for the one that failed.
+        ({1: 1}, "OSError: disk full\n", "rank 1: OSError: disk full"),
+        ({0: 1, 1: 1, 2: 1}, VICTIM.format(1), "rank 0: megatron-palimpsa: error: rank 0 cannot reach the others"),
+    ],
+)
+def test_status_and_logs_name_the_rank_that_ended_first(run, slurm, capsys, codes, culprit, expected):
+    logs = [VICTIM.format(0) if 0 in codes else "step 4\n", culprit, VICTIM.format(2) if 2 in codes else "step 4\n"]
+    folder = attempt(run, "first", "101-restart-0", logs)
+    for rank, code in codes.items():
+        (folder / f"rank-{rank}.exit").write_text(f"{code}\n")
+    slurm.account("101|FAILED", "102|CANCELLED by 0", "103|CANCELLED by 0")
+    assert expected in command(capsys, "status", "mine")[1]
+    assert f"rank-{expected.split()[1].rstrip(':')}.log <==" in command(capsys, "logs", "mine")[1]
+
+
+def test_status_of_steps_that_have_no_resolved_configuration_of_their_own_yet(run, slurm, capsys):
+    for name in ("first", "second", "third"):
+        (run / name / "job" / "submission.json").unlink()  # as `train` without SLURM leaves them as it starts
+    assert command(capsys, "status", "mine")[0] == 75
+
+
 def test_follow_goes_on_with_later_attempts_and_stages_to_the_end(run, slurm, monkeypatch):
     monkeypatch.setattr(follow, "_LOOK_AT_FILES", 0.02)
     monkeypatch.setattr(follow, "_ASK_SLURM", 0.1)
