@@ -1,7 +1,8 @@
-"""Batch scripts, from `templates/`: `stage.sh` trains a stage, `task.sh` runs one command.
+"""Batch scripts, from `templates/`: `stage.sh` trains a stage, `task.sh` runs one command; both have the functions of
+`slurm.sh`.
 
-Only two places of a template change: the `#SBATCH` lines, whose values `job` restricts to harmless letters, and the
-settings, shell assignments whose values are quoted.
+Only two more places of a template change: the `#SBATCH` lines, whose values `job` restricts to harmless letters, and
+the settings, shell assignments whose values are quoted.
 """
 
 from __future__ import annotations
@@ -112,8 +113,10 @@ def _render(
     lines = [_assignment(key, value) for key, value in settings.items()]
     for key, value, reason in exports(job.variables):
         lines += [*([f"# {reason}"] if reason else []), f"export {key}={_quote(value, f'variables.{key}')}"]
-    text = (files(__package__) / "templates" / template).read_text()
-    return _Template(text).substitute(sbatch="\n".join(sbatch), settings="\n".join(lines))
+    templates = files(__package__) / "templates"
+    return _Template((templates / template).read_text()).substitute(
+        sbatch="\n".join(sbatch), settings="\n".join(lines), slurm=(templates / "slurm.sh").read_text().rstrip()
+    )
 
 
 def _sbatch(job: JobConfig, name: str, stage_folder: Path, array: bool) -> list[str]:

@@ -1,5 +1,10 @@
 """Chains of stages on a real SLURM with virtual nodes, through what happens to jobs there."""
 
+import contextlib
+import os
+import signal
+from pathlib import Path
+
 import pytest
 from helpers.mini_slurm import mini_slurm, reason_to_skip, wait_until
 from helpers.standin_chain import StandInChain
@@ -71,6 +76,37 @@ def test_requeue_by_hand_and_a_lost_node(chain):
     finally:
         chain.cluster.start_node(node)
     assert "attempt 2 from step 2" in chain.log("first")
+
+
+@pytest.mark.long
+def test_part_that_is_lost_without_slurm_s_knowledge_costs_one_attempt(chain):
+    """Its slurmstepd is killed with its ranks, as by the kernel where memory is short: SLURM goes on to count it."""
+    chain.behave("((SLURM_RESTART_COUNT)) && complete; reach 4; sleep 1000")
+    assert chain.submit("--nodes", "2", "train.global_batch_tokens=256", "optimizer.warmup_steps=0") == 0
+    chain.wait_for_attempt("first", 0)
+    job = chain.job_id("first")
+    (batch,) = steps_of(job, "batch")
+    parts = wait_until("both nodes' parts", lambda: len(found := steps_of(job, "0")) == 2 and found)
+    (lost,) = (part for part in parts if host(part) != host(batch))  # the script goes on
+    ranks = [int(child) for child in (lost / "task" / lost.name / "children").read_text().split()]
+    for process in [int(lost.name), *ranks]:
+        os.kill(process, signal.SIGKILL)
+    chain.wait_for("second", "COMPLETED")
+    assert "attempt 1 from step 4" in chain.log("first")
+
+
+def steps_of(job: str, step: str) -> list[Path]:
+    """The slurmstepd of one step on each node, in /proc."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (path / "cmdline").read_bytes().startswith(f"slurmstepd: [{job}.{step}]".encode()):
+                found.append(path)
+    return found
+
+
+def host(process: Path) -> Path:
+    return (process / "ns" / "uts").readlink()
 
 
 @pytest.mark.parametrize(

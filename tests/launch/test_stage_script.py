@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import time
@@ -239,6 +240,94 @@ def test_job_that_slurm_has_ended_already_is_not_requeued(tmp_path):
     script.states.write_text("12345 COMPLETING\n")
     assert script.run()[0] == 75
     assert not script.requeued.exists()
+
+
+@pytest.mark.parametrize("signals", [[], [signal.SIGUSR1], [signal.SIGTERM]], ids=str)
+def test_clean_up_that_slurm_never_starts_changes_nothing(tmp_path, signals):
+    """A part that is lost without SLURM's knowledge holds its node."""
+    script = StageScript(tmp_path, "reach 4; kill -9 $$")
+    srun = tmp_path / "bin" / "srun"
+    never = f"""#!/usr/bin/env bash
+        if [[ $* == *palimpsa_launch.node_folder* ]]; then
+            echo "$*" >{tmp_path}/waits
+            exec sleep 1000
+        fi
+    """
+    srun.write_text(never + srun.read_text())
+    if not signals:
+        minute = f'#!/usr/bin/env bash\n[[ $2 == 60 ]] && exec {shutil.which("timeout")} "$1" 2 "${{@:3}}"'
+        write_program(tmp_path / "bin" / "timeout", minute)
+    with script.start() as process:
+        _wait_for(tmp_path / "waits")
+        for number in signals:
+            process.send_signal(number)
+        output, _ = process.communicate(timeout=240)
+    assert "stopped at step 4; srun ended with 137" in output
+    if signals == [signal.SIGTERM]:
+        assert process.returncode == 75
+        assert "not requeued from here: it was told to end" in output
+    else:
+        assert process.returncode == REQUEUED
+        assert script.requeued.read_text() == "12345\n"
+    assert "--overlap" in (tmp_path / "waits").read_text()
+
+
+def test_attempt_that_ends_while_slurm_is_away_is_requeued_once_it_is_back(tmp_path):
+    script = StageScript(tmp_path, "reach 4; ends 75")
+    script.away.write_text("3")
+    status, output = script.run()
+    assert status == REQUEUED
+    assert output.count("SLURM does not say what job 12345 is") == 3
+    assert "Unable to contact slurm controller" in output
+    assert script.requeued.read_text() == "12345\n"
+
+
+@pytest.mark.parametrize("bad_node", [False, True])
+def test_requeue_is_asked_for_again_where_slurm_is_away(tmp_path, bad_node):
+    script = StageScript(tmp_path, f"{'echo node2 >"$logs/bad-nodes";' if bad_node else ''} reach 4; ends 75")
+    squeue = tmp_path / "bin" / "squeue"
+    # It goes after it has said that the job runs.
+    goes = f"&& {{ mkdir {tmp_path}/once 2>/dev/null && echo 4 >$AWAY; exit 0; }}"
+    squeue.write_text(squeue.read_text().replace("&& exit", goes))
+    status, output = script.run()
+    assert status == (75 if bad_node else REQUEUED)
+    assert output.count("SLURM has not taken the requeue") == 1
+    assert output.count("SLURM does not say what job 12345 is") == 3
+    assert script.requeued.read_text().splitlines() == ["12345", *["JobId=12345 ExcNodeList=node2"] * bad_node]
+
+
+def test_job_that_was_cancelled_while_slurm_was_away_does_not_come_back(tmp_path):
+    script = StageScript(tmp_path, f"echo '12345 COMPLETING' >'{tmp_path}/states'; reach 4; ends 75")
+    script.away.write_text("3")
+    status, output = script.run()
+    assert status == 75
+    assert "the job is COMPLETING" in output
+    assert not script.requeued.exists()
+
+
+def test_slurm_that_stays_away_is_said(tmp_path):
+    script = StageScript(tmp_path, "reach 4; ends 75")
+    script.away.write_text("1000")
+    status, output = script.run()
+    assert status == 75
+    assert "SLURM has not answered for minutes" in output
+
+
+def test_holder_of_whom_slurm_says_nothing_is_not_taken_for_gone(tmp_path):
+    script = StageScript(tmp_path, "reach 4; ends 75")
+    script.run(job=1)
+    script.states.write_text("1 RUNNING\n")
+    script.away.write_text("2")
+    assert script.run(job=2)[0] == 2
+    script.away.write_text("1000")
+    status, output = script.run(job=2)
+    assert status == 75
+    assert "refused: SLURM has not answered for minutes whether job 1 still trains" in output
+    assert (script.folder / "job" / "holder").read_text() == "1\n"
+    # Forgotten, which it says in an error too.
+    script.away.unlink()
+    script.states.unlink()
+    assert script.run(job=2)[0] == REQUEUED
 
 
 def test_hang_is_said(tmp_path):

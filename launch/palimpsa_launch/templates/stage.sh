@@ -19,9 +19,7 @@ attempts_file=$stage_folder/job/attempts
 excluded_file=$stage_folder/job/excluded-by-$SLURM_JOB_ID
 holder_file=$stage_folder/job/holder
 
-say() {
-    printf '%(%F %T)T launch: %s\n' -1 "$*"
-}
+%%{slurm}
 
 # The step that the next attempt would go on from.
 newest_step() {
@@ -47,10 +45,6 @@ attempts_from() {
     echo "$count"
 }
 
-state_of() {
-    squeue --noheader --states=all --jobs="$1" --format=%T 2>/dev/null || true
-}
-
 # One job trains into the folder; one that is gone holds nothing. Rank 0 locks the folder too, where the file system can.
 take_folder() {
     local other
@@ -58,10 +52,17 @@ take_folder() {
         return
     fi
     other=$(<"$holder_file")
-    if [[ $other =~ ^[0-9]+$ && $other != "$SLURM_JOB_ID" ]] &&
-        [[ $(state_of "$other") =~ ^(RUNNING|COMPLETING|SUSPENDED)$ ]]; then
-        say "refused: job $other trains into $stage_folder"
-        exit 2
+    if [[ $other =~ ^[0-9]+$ && $other != "$SLURM_JOB_ID" ]]; then
+        ask_state "$other"
+        if [[ -z $state ]]; then
+            say "refused: SLURM has not answered for minutes whether job $other still trains into $stage_folder;" \
+                "submit again once it does"
+            exit 75
+        fi
+        if [[ $state =~ ^(RUNNING|COMPLETING|SUSPENDED)$ ]]; then
+            say "refused: job $other trains into $stage_folder"
+            exit 2
+        fi
     fi
     echo "$SLURM_JOB_ID" >"$holder_file.$SLURM_JOB_ID"
     mv -f "$holder_file.$SLURM_JOB_ID" "$holder_file"
@@ -83,22 +84,14 @@ free_port() {
     return 1
 }
 
-# SLURM ends this shell; whatever happens, the job must not look complete.
-requeue() {
-    trap - USR1 TERM
-    scontrol requeue "$SLURM_JOB_ID"
-    sleep 60 &
-    wait $! || true
-    exit 75
-}
-
 # SLURM takes a new list of nodes to stay away from once the job has stopped running and before it starts again: while
 # this shell lives on after the requeue, which is not for long.
 requeue_elsewhere() {
     local list try
     list=$(paste -sd, "$excluded_file")
-    trap '' USR1 TERM
-    scontrol requeue "$SLURM_JOB_ID"
+    trap 'terminated=true' TERM
+    ask_requeue "$SLURM_JOB_ID"
+    trap '' TERM
     for try in 1 2 3; do
         if scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${exclude:+$exclude,}$list"; then
             break
@@ -143,7 +136,6 @@ export PALIMPSA_STOP_FILE=$log_folder/STOP
 export TORCH_NCCL_DEBUG_INFO_TEMP_FILE=$log_folder/collectives-of-rank-
 
 near_limit=false
-terminated=false
 # Called by the traps alone:
 # shellcheck disable=SC2317,SC2329
 save_before_the_limit() {
@@ -162,9 +154,10 @@ save_before_the_end() {
 trap save_before_the_limit USR1
 trap save_before_the_end TERM
 
+within=()
 # One task a node, in the container if there is one; instead of this shell.
 on_every_node() {
-    exec srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
+    exec "${within[@]}" srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 --cpu-bind=none \
         --kill-on-bad-exit=1 --wait=60 "${srun_options[@]}" "${enter[@]}" "$python" -m "$@"
 }
 
@@ -191,8 +184,12 @@ fi
 # torchrun says little of what its ranks end with; each leaves its own exit code beside its log.
 codes=" $(cat "$log_folder"/rank-*.exit 2>/dev/null | tr '\n' ' ' || true)"
 if ((status)); then
-    # Nodes whose part was killed have left what they compiled.
-    (SLURM_TIMELIMIT=1 on_every_node palimpsa_launch.node_folder "$local_folder") 2>/dev/null || true
+    # Nodes whose part was killed have left what they compiled. SLURM may take a lost part for one that still runs: this
+    # step shares the nodes with it, and ends after a minute, or when a signal ends `wait`.
+    within=(timeout --kill-after=10 60)
+    srun_options+=(--overlap)
+    SLURM_TIMELIMIT=1 on_every_node palimpsa_launch.node_folder "$local_folder" 2>/dev/null &
+    wait $! || kill $! 2>/dev/null || true
 fi
 last_step=$(newest_step)
 say "stopped at step $last_step; srun ended with $status, the ranks with:${codes:- }"
@@ -205,15 +202,7 @@ for code in 3 2; do
         exit "$code"
     fi
 done
-if [[ $terminated == true ]]; then
-    say "not requeued from here: it was told to end"
-    exit 75
-fi
-state=$(state_of "$SLURM_JOB_ID")
-if [[ $state != RUNNING ]]; then
-    say "not requeued from here: the job is ${state:-unknown}"
-    exit 75
-fi
+stop_unless_running "$SLURM_JOB_ID"
 if ((attempt >= max_requeues)); then
     say "not requeued: it was $attempt times already (max_requeues)"
     exit 1
@@ -234,4 +223,4 @@ if ((last_step <= first_step)) && (($(attempts_from "$first_step") >= 3)); then
     exit 1
 fi
 say "requeued (time limit near: $near_limit)"
-requeue
+requeue "$SLURM_JOB_ID"

@@ -18,9 +18,15 @@ if [[ -n $tasks ]]; then
     job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
     command+=(--shard "$SLURM_ARRAY_TASK_ID/$tasks")
 fi
+failures_file=$stage_folder/job/failures-of-$job
 
-say() {
-    printf '%(%F %T)T launch: %s\n' -1 "$*"
+%%{slurm}
+
+# In the job's log, or else the last line there.
+last_error() {
+    local said
+    said=$(tail -c 100000 "$stage_folder/logs/job-$job.log" | tr '\r' '\n' | grep -avE '^ *$|^srun: | launch: ' || true)
+    { grep -a 'rror: ' <<<"$said" || cat <<<"$said"; } | tail -n 1 | cut -c -500
 }
 
 if ((attempt > max_requeues)); then
@@ -30,16 +36,15 @@ fi
 say "attempt $attempt on $SLURM_JOB_NODELIST, folder $stage_folder: $python and ${command[*]}"
 export PYTHONUNBUFFERED=1
 
-ending=
+near_limit=false
 # Called by the traps alone:
 # shellcheck disable=SC2317,SC2329
 end_step() {
-    ending=$1
     say "told to end: $1"
     kill -TERM "$step" 2>/dev/null || true
 }
-trap 'end_step limit' USR1
-trap 'end_step cancelled' TERM
+trap 'near_limit=true; end_step limit' USR1
+trap 'terminated=true; end_step cancelled' TERM
 
 cd "$working_folder"
 # In the background, because a trap runs only while the shell waits.
@@ -58,6 +63,7 @@ if ((status == 0)); then
     if [[ -n $marker ]]; then
         touch "$marker"
     fi
+    rm -f "$failures_file"
     say "done"
     exit 0
 fi
@@ -66,17 +72,21 @@ if ((status == 2)); then
     say "not requeued: exit code 2 (wrong input)"
     exit 2
 fi
-if [[ $ending == cancelled ]]; then
-    exit 75
+stop_unless_running "$job"
+if [[ $near_limit == true ]]; then
+    rm -f "$failures_file"
+# SIGTERM comes before a preemption; what has killed a task of an array leaves the shards that it had made.
+elif ((status != 143)) && [[ -z $tasks || $status -lt 128 ]]; then
+    mkdir -p "$stage_folder/job"
+    echo "$attempt" >>"$failures_file"
+    if (($(wc -l <"$failures_file") >= 3)); then
+        say "not requeued: it failed three times, now with $status: $(last_error)"
+        exit 1
+    fi
 fi
 if ((attempt >= max_requeues)); then
     say "not requeued: it was $attempt times already (max_requeues)"
     exit 1
 fi
 say "requeued"
-trap - USR1 TERM
-scontrol requeue "$job"
-# SLURM ends this shell; whatever happens, the job must not look complete.
-sleep 60 &
-wait $! || true
-exit 75
+requeue "$job"
