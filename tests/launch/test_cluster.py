@@ -81,7 +81,7 @@ def test_requeue_by_hand_and_a_lost_node(chain):
 @pytest.mark.long
 def test_part_that_is_lost_without_slurm_s_knowledge_costs_one_attempt(chain):
     """Its slurmstepd is killed with its ranks, as by the kernel where memory is short: SLURM goes on to count it."""
-    chain.behave("((SLURM_RESTART_COUNT)) && complete; reach 4; sleep 1000")
+    chain.behave("((SLURM_RESTART_COUNT)) && complete; reach 4; until_told; exit 1")
     assert chain.submit("--nodes", "2", "train.global_batch_tokens=256", "optimizer.warmup_steps=0") == 0
     chain.wait_for_attempt("first", 0)
     job = chain.job_id("first")
@@ -91,6 +91,7 @@ def test_part_that_is_lost_without_slurm_s_knowledge_costs_one_attempt(chain):
     ranks = [int(child) for child in (lost / "task" / lost.name / "children").read_text().split()]
     for process in [int(lost.name), *ranks]:
         os.kill(process, signal.SIGKILL)
+    (chain.runs / "first" / "logs" / f"{job}-restart-0" / "STOP").touch()  # the others notice
     chain.wait_for("second", "COMPLETED")
     assert "attempt 1 from step 4" in chain.log("first")
 
