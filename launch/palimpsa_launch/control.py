@@ -60,7 +60,7 @@ def plan_rest(run: Path, steps: Sequence[RunStep], changes: Mapping[str, Any]) -
         changes: of the jobs' settings.
 
     Raises:
-        ConfigError: a job of the run is alive, or it was never submitted.
+        ConfigError: a job of the run is alive, it was never submitted, or its paths do not lead to it from here.
     """
     for step in steps:
         for name, job in step.alive.items():
@@ -72,5 +72,22 @@ def plan_rest(run: Path, steps: Sequence[RunStep], changes: Mapping[str, Any]) -
     submitted = [step for step in steps if step.submission is not None]
     if not submitted:
         raise ConfigError(f"{run} was never submitted: the train or submit command that began it goes on with it")
+    for step in submitted:
+        _check_place(step)
     jobs = [load_job(step.folder / "job" / "job.yaml", changes) for step in submitted]
     return plan_chain([configuration(step) for step in submitted], [], jobs)
+
+
+def _check_place(step: RunStep) -> None:
+    """Refuse to go on with a step whose relative paths mean something else here: that would be another run."""
+    assert step.submission is not None
+    place = step.submission.working_folder
+    if place is not None and Path(place).resolve() != Path.cwd().resolve():
+        reason = "call it from there" if Path(place).is_dir() else "that folder is gone, and its paths start there"
+        raise ConfigError(f"{step.folder} was submitted from {place}: {reason}")
+    folder = step.config.folder
+    if folder.resolve() != step.folder.resolve():
+        raise ConfigError(
+            f"{step.folder}: its configuration trains into {folder}, which is {folder.resolve()} seen from "
+            f"{Path.cwd()}: call it from the folder that it was submitted from, or move the run back"
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,25 @@ def find_run(name: str) -> Path:
         f"{name}: no run has that name or folder; {RUNS}/ holds {', '.join(there) or 'none'} "
         f"(paths start at {Path.cwd()})"
     )
+
+
+@contextlib.contextmanager
+def found_run(name: str) -> Iterator[Path]:
+    """`find_run`; as long as the context lasts, the working folder is the one that the run was submitted from.
+
+    What the run's configurations name by relative paths is found from there alone. Where that folder is gone the
+    working folder stays: jobs can still be cancelled.
+    """
+    run = find_run(name)
+    submissions = [read_submission(folder) for folder in _step_folders(run)]
+    noted = [(item.submitted, item.working_folder) for item in submissions if item and item.working_folder]
+    place = Path(max(noted)[1]) if noted else Path.cwd()
+    if place == Path.cwd() or not place.is_dir():
+        yield run
+        return
+    run = run.absolute()
+    with contextlib.chdir(place):
+        yield run
 
 
 def read_run(folder: Path) -> list[RunStep]:

@@ -24,6 +24,8 @@ class Submission:
     """When, in UTC."""
     git_commit: str | None
     git_changed: bool = False
+    working_folder: str | None = None
+    """Where it was submitted from: relative paths of the configuration start there. None in old records."""
 
     @property
     def first_id(self) -> int:
@@ -51,8 +53,11 @@ def read_submission(folder: Path) -> Submission | None:
         record = json.loads(path.read_text())
         record.pop("job_id")
         submission = Submission(**record)
-        if not all(job.isdecimal() for job in submission.jobs.values()):
+        if not submission.jobs or not all(job.isdecimal() for job in submission.jobs.values()):
             raise ValueError("jobs are not ids")
+        texts = (submission.main, submission.submitted, submission.working_folder or "")
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("main, submitted and working_folder are texts")
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

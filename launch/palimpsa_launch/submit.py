@@ -55,9 +55,8 @@ def _submit(left: Sequence[PlannedStep]) -> dict[str, str]:
                 after = [own[name] for name in job.after] or before
                 own[job.name] = slurm.submit(job.script, after, array=job.array)
                 submitted[step.name if job.name == step.main else f"{step.name}.{job.name}"] = own[job.name]
-            write_submission(
-                step.folder, Submission(own, step.main, datetime.now(UTC).isoformat(timespec="seconds"), **_commit())
-            )
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            write_submission(step.folder, Submission(own, step.main, now, working_folder=str(Path.cwd()), **_commit()))
             before = [own[step.main]] if step.main else before
     except BaseException:
         slurm.cancel(list(submitted.values()))

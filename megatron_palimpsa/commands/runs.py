@@ -48,13 +48,14 @@ def _rank(text: str) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from palimpsa_launch.runs import find_run, read_run
+    from palimpsa_launch.runs import found_run, read_run
     from palimpsa_launch.status import statuses, table
 
     from megatron_palimpsa.training.exit_codes import ExitCode
 
-    found = statuses(read_run(find_run(options.run)))
-    print(table(found))
+    with found_run(options.run) as run:
+        found = statuses(read_run(run))
+        print(table(found))
     if all(status.state == "complete" for status in found):
         return ExitCode.COMPLETE
     return ExitCode.FAILED if any(status.is_bad for status in found) else ExitCode.SAVED_AND_STOPPED
@@ -62,20 +63,20 @@ def _status(options: argparse.Namespace) -> int:
 
 def _logs(options: argparse.Namespace) -> int:
     from palimpsa_launch.follow import choose_step, follow, log_of, tail
-    from palimpsa_launch.runs import find_run, read_run
+    from palimpsa_launch.runs import found_run, read_run
 
     from megatron_palimpsa.config import ConfigError
 
-    run = find_run(options.run)
-    if options.follow:
-        follow(run, options.stage, options.rank, options.job, options.lines, _write)
-        return 0
-    step = choose_step(read_run(run), options.stage)
-    path = log_of(step, options.rank, options.job)
-    if path is None:
-        raise ConfigError(f"{step.name} has logged nothing yet; see megatron-palimpsa status {options.run}")
-    print(f"==> {path} <==")
-    _write(tail(path, options.lines))
+    with found_run(options.run) as run:
+        if options.follow:
+            follow(run, options.stage, options.rank, options.job, options.lines, _write)
+            return 0
+        step = choose_step(read_run(run), options.stage)
+        path = log_of(step, options.rank, options.job)
+        if path is None:
+            raise ConfigError(f"{step.name} has logged nothing yet; see megatron-palimpsa status {options.run}")
+        print(f"==> {path} <==")
+        _write(tail(path, options.lines))
     return 0
 
 
@@ -86,27 +87,29 @@ def _write(text: str) -> None:
 
 def _cancel(options: argparse.Namespace) -> int:
     from palimpsa_launch.control import cancel
-    from palimpsa_launch.runs import find_run, read_run
+    from palimpsa_launch.runs import found_run, read_run
 
-    print("\n".join(cancel(read_run(find_run(options.run)), at_once=options.now)))
+    with found_run(options.run) as run:
+        print("\n".join(cancel(read_run(run), at_once=options.now)))
     return 0
 
 
 def _resume(options: argparse.Namespace) -> int:
     from palimpsa_launch.control import plan_rest
-    from palimpsa_launch.runs import find_run, read_run
+    from palimpsa_launch.runs import found_run, read_run
 
     from megatron_palimpsa.commands.submit import job_changes, submit_or_print
 
-    run = find_run(options.run)
-    steps = plan_rest(run, read_run(run), job_changes(options))
-    return submit_or_print(steps, dry_run=options.dry_run)
+    with found_run(options.run) as run:
+        steps = plan_rest(run, read_run(run), job_changes(options))
+        return submit_or_print(steps, dry_run=options.dry_run)
 
 
 def _save_now(options: argparse.Namespace) -> int:
     from palimpsa_launch.control import save_now
-    from palimpsa_launch.runs import find_run, read_run
+    from palimpsa_launch.runs import found_run, read_run
 
-    step = save_now(read_run(find_run(options.run)))
+    with found_run(options.run) as run:
+        step = save_now(read_run(run))
     print(f"{step.name} saves after its next step, into {step.folder / 'checkpoints'}")
     return 0

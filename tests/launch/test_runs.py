@@ -176,6 +176,52 @@ def test_logs_show_the_newest_attempt_and_the_rank_that_failed(run, capsys):
     assert "the run has first, second, third" in capsys.readouterr().err
 
 
+def test_a_run_is_worked_on_from_another_folder(run, slurm, capsys, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    code, out = command(capsys, "resume", str(run))
+    assert code == 0
+    assert str(run / "third" / "logs") in out
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert f"working_folder={tmp_path}\n" in (run / "first" / "job" / "job.sh").read_text()
+    slurm.queue("104|RUNNING|None|node1")
+    assert command(capsys, "save-now", "../runs/mine")[0] == 0
+    assert RunFolder(run / "first").save_now.exists()
+    assert rows(command(capsys, "status", str(run))[1])["first"][0] == "running"
+    assert command(capsys, "cancel", "../runs/mine")[0] == 0
+    assert Path.cwd() == tmp_path / "elsewhere"
+
+
+def test_resume_of_a_run_that_is_not_where_its_paths_lead_is_refused(run, slurm, capsys, tmp_path, monkeypatch):
+    before = slurm.calls()
+    moved = tmp_path / "moved"
+    run.rename(moved)
+    assert cli.main(["resume", str(moved)]) == 2
+    assert f"trains into runs/mine/first, which is {run / 'first'} seen from {tmp_path}" in capsys.readouterr().err
+    moved.rename(run)
+    for name in ("first", "second", "third"):
+        path = run / name / "job" / "submission.json"
+        path.write_text(path.read_text().replace(f'"{tmp_path}"', f'"{tmp_path}/gone"'))
+    assert cli.main(["resume", "mine"]) == 2
+    assert f"was submitted from {tmp_path}/gone: that folder is gone" in capsys.readouterr().err
+    for name in ("first", "second", "third"):  # as records were before they had a working folder
+        path = run / name / "job" / "submission.json"
+        path.write_text(path.read_text().replace(f'"{tmp_path}/gone"', "null"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert cli.main(["resume", str(run)]) == 2
+    assert "call it from the folder that it was submitted from" in capsys.readouterr().err
+    assert slurm.calls() == before
+
+
+@pytest.mark.parametrize("change", [{"jobs": {}}, {"main": ["train"]}, {"submitted": 5}, {"working_folder": 5}])
+def test_submission_that_cannot_be_read_is_one_message(run, capsys, change):
+    path = run / "first" / "job" / "submission.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert cli.main(["status", "mine"]) == 2
+    assert "submission.json cannot be read" in capsys.readouterr().err
+
+
 VICTIM = (
     "megatron-palimpsa: error: rank {} cannot reach the others: [gloo/transport/tcp/pair.cc:547] Connection closed\n"
     "If one of them ended first, what it printed says why. Checkpoints stay; the same command goes on from the newest\n"
