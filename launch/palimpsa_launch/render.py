@@ -123,6 +123,7 @@ def _sbatch(job: JobConfig, name: str, stage_folder: Path, array: bool) -> list[
     wanted: Mapping[str, str | int | None] = {
         "job-name": name,
         "output": _log_path(stage_folder, "%A_%a" if array else "%j"),
+        "comment": f'"{stage_folder}"',
         "open-mode": "append",
         "nodes": job.nodes,
         "ntasks-per-node": 1,

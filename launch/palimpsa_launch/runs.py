@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from megatron_palimpsa.training.run_folder import RunFolder
 from palimpsa_launch import preparation, slurm
 from palimpsa_launch.attempts import Attempt, newest_attempt
 from palimpsa_launch.preparation import Preparation
+from palimpsa_launch.render import job_name
 from palimpsa_launch.submission import Submission, read_submission
 
 RUNS = Path("runs")
@@ -124,10 +126,10 @@ def read_run(folder: Path) -> list[RunStep]:
     return sorted(known, key=_order)
 
 
-def _order(step: RunStep) -> tuple[float, float]:
+def _order(step: RunStep) -> tuple[int, Any]:
     if step.submission is None:  # before those that were submitted: they were complete by then
         return 0, configuration(step).stat().st_mtime
-    return 1, step.submission.first_id
+    return 1, step.submission.order
 
 
 def _step_folders(folder: Path) -> list[Path]:
@@ -154,4 +156,21 @@ def _read_step(folder: Path) -> RunStep:
     path = _configuration(folder)
     assert path is not None
     config = preparation.load(path, []) if path.name == "prep.yaml" else load_stage(path)
-    return RunStep(folder.name, folder, config, read_submission(folder))
+    return RunStep(folder.name, folder, config, read_jobs(folder))
+
+
+def read_jobs(folder: Path) -> Submission | None:
+    """`read_submission`, with the jobs that a submit which was killed had no time to note.
+
+    Raises:
+        ConfigError: the file, or SLURM's queue, cannot be read.
+    """
+    submission = read_submission(folder)
+    if submission is None or submission.is_whole:
+        return submission
+    base = job_name(str(folder.parent), folder.name)
+    found = {}
+    for identifier, name in slurm.jobs_of(folder).items():
+        short = submission.main if name == base else name.removeprefix(f"{base}.")
+        found[short] = identifier
+    return dataclasses.replace(submission, jobs={**found, **submission.jobs})

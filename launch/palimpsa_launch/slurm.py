@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_palimpsa.config import ConfigError
 
@@ -104,6 +105,20 @@ def queue(jobs: Sequence[str]) -> dict[str, QueuedJob]:
     return found
 
 
+def jobs_of(folder: Path) -> dict[str, str]:
+    """This user's jobs that wait or run and have the folder as their comment; -> names by id.
+
+    Raises:
+        ConfigError: the queue cannot be read.
+    """
+    answer = _call(["squeue", "--noheader", f"--user={os.getuid()}", "--format=%F|%j|%k"])
+    if answer.returncode:
+        raise ConfigError(f"squeue: {_message(answer.stderr)}")
+    lines = (line.split("|", 2) for line in answer.stdout.splitlines() if line.count("|") >= 2)
+    wanted = folder.resolve()
+    return {job: name for job, name, comment in lines if comment[:1] == "/" and Path(comment).resolve() == wanted}
+
+
 def ended_states(jobs: Sequence[str]) -> dict[str, str]:
     """How jobs ended that squeue has forgotten, by id, where the cluster keeps accounts; else nothing."""
     if not jobs:
@@ -156,7 +171,14 @@ def _call(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess
     }
     try:
         return subprocess.run(
-            command, input=text, env=environment, capture_output=True, text=True, check=False, timeout=_PATIENCE
+            command,
+            input=text,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_PATIENCE,
+            start_new_session=True,  # Ctrl-C is for this process: sbatch would end without the id of what it submitted
         )
     except FileNotFoundError:
         raise ConfigError(f"{command[0]} is not on PATH: this needs a machine that has SLURM's commands") from None

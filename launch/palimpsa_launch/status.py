@@ -70,6 +70,8 @@ def _status(step: RunStep, before: Sequence[StepStatus], ended: dict[str, str]) 
     if main is not None and main.is_alive:
         requeued = "requeued; " if step.attempt is not None else ""
         return StepStatus(step, "waiting", f"{requeued}SLURM says {main.reason}" + _after(main.reason, before))
+    if not step.submission.is_whole:
+        return StepStatus(step, "stopped", "its submit was cut short; megatron-palimpsa resume goes on")
     return _ended(step, before, _end_state(step, ended))
 
 

@@ -26,10 +26,15 @@ class Submission:
     git_changed: bool = False
     working_folder: str | None = None
     """Where it was submitted from: relative paths of the configuration start there. None in old records."""
+    is_whole: bool = True
+    """False until all jobs are noted: a submit that was killed leaves it so, and SLURM may have one job more."""
+    place: int = 0
+    """In the chain, among the steps that were submitted together."""
 
     @property
-    def first_id(self) -> int:
-        return min(map(int, self.jobs.values()))
+    def order(self) -> tuple[str, int, int]:
+        """Sorts a run's steps."""
+        return self.submitted, self.place, min(map(int, self.jobs.values()), default=0)
 
     @property
     def job_id(self) -> str | None:
@@ -40,6 +45,11 @@ def write_submission(folder: Path, submission: Submission) -> None:
     """Of the step in `folder`."""
     record = {"job_id": submission.job_id, **dataclasses.asdict(submission)}
     write_atomically(_path(folder), json_bytes(record))
+
+
+def remove_submission(folder: Path) -> None:
+    """Of the step in `folder`."""
+    _path(folder).unlink(missing_ok=True)
 
 
 def read_submission(folder: Path) -> Submission | None:
@@ -53,7 +63,9 @@ def read_submission(folder: Path) -> Submission | None:
         record = json.loads(path.read_text())
         record.pop("job_id")
         submission = Submission(**record)
-        if not submission.jobs or not all(job.isdecimal() for job in submission.jobs.values()):
+        if (submission.is_whole and not submission.jobs) or not all(
+            job.isdecimal() for job in submission.jobs.values()
+        ):
             raise ValueError("jobs are not ids")
         texts = (submission.main, submission.submitted, submission.working_folder or "")
         if not all(isinstance(text, str) for text in texts):

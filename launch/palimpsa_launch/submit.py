@@ -14,9 +14,11 @@ from palimpsa_data.locks import lock
 
 import megatron_palimpsa
 from megatron_palimpsa.config import ConfigError, write_yaml
+from megatron_palimpsa.lifeline import answering_signals
 from palimpsa_launch import slurm
 from palimpsa_launch.chain import PlannedStep, resolved_path
-from palimpsa_launch.submission import Submission, read_submission, write_submission
+from palimpsa_launch.runs import read_jobs
+from palimpsa_launch.submission import Submission, read_submission, remove_submission, write_submission
 
 
 def submit_chain(steps: Sequence[PlannedStep]) -> dict[str, str]:
@@ -46,21 +48,40 @@ def submit_chain(steps: Sequence[PlannedStep]) -> dict[str, str]:
 
 def _submit(left: Sequence[PlannedStep]) -> dict[str, str]:
     submitted: dict[str, str] = {}
-    try:
-        before: list[str] = []
-        for step in left:
-            _write(step)
-            own: dict[str, str] = {}
-            for job in step.jobs:
-                after = [own[name] for name in job.after] or before
-                own[job.name] = slurm.submit(job.script, after, array=job.array)
-                submitted[step.name if job.name == step.main else f"{step.name}.{job.name}"] = own[job.name]
-            now = datetime.now(UTC).isoformat(timespec="seconds")
-            write_submission(step.folder, Submission(own, step.main, now, working_folder=str(Path.cwd()), **_commit()))
-            before = [own[step.main]] if step.main else before
-    except BaseException:
-        slurm.cancel(list(submitted.values()))
-        raise
+    previous = {step.folder: read_submission(step.folder) for step in left}
+    shared = {
+        "submitted": datetime.now(UTC).isoformat(timespec="seconds"),
+        "working_folder": str(Path.cwd()),
+        **_commit(),
+    }
+    received: list[int] = []
+    # What would end this at once waits until sbatch has said the job's id.
+    with answering_signals(lambda number, frame: received.append(number)):
+        try:
+            for place, step in enumerate(left):
+                _write(step)
+                write_submission(step.folder, Submission({}, step.main, place=place, is_whole=False, **shared))
+            before: list[str] = []
+            for place, step in enumerate(left):
+                own: dict[str, str] = {}
+                for job in step.jobs:
+                    after = [own[name] for name in job.after] or before
+                    own[job.name] = slurm.submit(job.script, after, array=job.array)
+                    submitted[step.name if job.name == step.main else f"{step.name}.{job.name}"] = own[job.name]
+                    is_whole = len(own) == len(step.jobs)
+                    noted = Submission(own, step.main, place=place, is_whole=is_whole, **shared)
+                    write_submission(step.folder, noted)
+                    if received:
+                        raise KeyboardInterrupt
+                before = [own[step.main]] if step.main else before
+        except BaseException:
+            slurm.cancel(list(submitted.values()))
+            for folder, submission in previous.items():
+                if submission is None:
+                    remove_submission(folder)
+                else:
+                    write_submission(folder, submission)
+            raise
     return submitted
 
 
@@ -72,7 +93,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _check_no_job(step: PlannedStep) -> None:
-    submission = read_submission(step.folder)
+    submission = read_jobs(step.folder)
     if submission is None:
         return
     for identifier, job in slurm.queue(list(submission.jobs.values())).items():

@@ -17,14 +17,23 @@ fi
 [[ $1 == --test-only ]] && exit 0
 id=$(($(cat "$here/last" 2>/dev/null || echo 100) + 1))
 echo "$id" >"$here/last"
+name=$(sed -n 's/^#SBATCH --job-name=//p' <<<"$script")
+comment=$(sed -n 's/^#SBATCH --comment="\\(.*\\)"$/\\1/p' <<<"$script")
+echo "$id|$name|$comment" >>"$here/names"
 echo "$*" >>"$here/calls"
+[[ $(cat "$here/signal" 2>/dev/null) == "$id "* ]] && kill -s "$(cut -d" " -f2 "$here/signal")" "$PPID"
 env | grep -E '^(SBATCH|SLURM)_' >>"$here/environment"
 echo "$id"
 """
 
 # `queue` holds the jobs that squeue knows: ID|STATE|REASON|NODES.
 _SQUEUE = """#!/usr/bin/env bash
-for argument; do case $argument in --jobs=*) jobs=${argument#--jobs=} ;; esac; done
+for argument; do
+    case $argument in
+        --jobs=*) jobs=${argument#--jobs=} ;;
+        --user=*) exec cat "$(dirname "$0")/names" ;;
+    esac
+done
 known=$(grep -E "^(${jobs//,/|})\\|" "$(dirname "$0")/queue" 2>/dev/null)
 [[ -n $known ]] && echo "$known" && exit 0
 echo "slurm_load_jobs error: Invalid job id specified" >&2
@@ -57,6 +66,10 @@ class FakeSlurm:
     def refuse(self, pattern: str) -> None:
         """Scripts, or arguments of sbatch, that hold this."""
         (self.folder / "refused").write_text(pattern)
+
+    def signal_at(self, job: str, name: str) -> None:
+        """What is sent to the program that submits, once the job of this id is submitted."""
+        (self.folder / "signal").write_text(f"{job} {name}\n")
 
     def queue(self, *jobs: str) -> None:
         """What squeue knows from now on: ID|STATE|REASON|NODES."""

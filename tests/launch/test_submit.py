@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import subprocess
+import sys
 
 import pytest
 import yaml
@@ -128,6 +130,34 @@ def test_chain_that_is_refused_half_way_is_taken_back(capsys, stages, slurm):
     slurm.refuse("kill-on-invalid")
     assert "sbatch refuses the job" in refusal(capsys, *stages, *JOB)
     assert slurm.calls() == ["--parsable --dependency=singleton", "scancel 101"]
+
+
+@pytest.mark.parametrize("name", ["TERM", "HUP", "INT"])
+def test_submit_that_is_told_to_end_takes_back_what_it_submitted(stages, slurm, tmp_path, name):
+    slurm.signal_at("101", name)
+    assert submit(*stages, *JOB) == 130
+    assert slurm.calls() == ["--parsable --dependency=singleton", "scancel 101"]
+    assert not list((tmp_path / "runs").glob("*/job/submission.json"))
+
+
+def test_submit_that_was_killed_leaves_a_run_that_can_be_cancelled_and_resumed(capsys, stages, slurm, tmp_path):
+    slurm.signal_at("102", "KILL")
+    command = [sys.executable, "-m", "megatron_palimpsa", "submit", *map(str, stages), *JOB]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    slurm.queue("101|PENDING|None|", "102|PENDING|Dependency|")
+    assert "runs/first has job 101 (PENDING) already" in refusal(capsys, *stages, *JOB)
+    run = str(tmp_path / "runs")
+    assert cli.main(["status", run]) == 75
+    assert "102" in capsys.readouterr().out  # nothing but the queue has this job's id
+    assert cli.main(["cancel", run]) == 0
+    assert slurm.calls()[-1] == "scancel 102 101"
+    slurm.queue()
+    (slurm.folder / "names").write_text("")
+    capsys.readouterr()
+    assert cli.main(["status", run]) in (1, 75)
+    assert "second: its submit was cut short; megatron-palimpsa resume goes on" in capsys.readouterr().out
+    assert cli.main(["resume", run]) == 0
+    assert "second: job 104" in capsys.readouterr().out
 
 
 def test_without_slurm(capsys, stages, monkeypatch, tmp_path):
