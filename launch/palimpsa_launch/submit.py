@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -76,13 +76,17 @@ def _submit(left: Sequence[PlannedStep]) -> dict[str, str]:
                 before = [own[step.main]] if step.main else before
         except BaseException:
             slurm.cancel(list(submitted.values()))
-            for folder, submission in previous.items():
-                if submission is None:
-                    remove_submission(folder)
-                else:
-                    write_submission(folder, submission)
+            _restore(previous)
             raise
     return submitted
+
+
+def _restore(previous: Mapping[Path, Submission | None]) -> None:
+    for folder, submission in previous.items():
+        if submission is None:
+            remove_submission(folder)
+        else:
+            write_submission(folder, submission)
 
 
 def _make_folder(folder: Path) -> None:
