@@ -15,7 +15,7 @@ USABLE = 0.95
 """Of a GPU's memory; the CUDA context, NCCL and gaps between the allocator's blocks take the rest."""
 _DEGREES = (2, 4, 8)
 _SMALL_BUCKET = 50_000_000
-"""Elements that ZeRO reduces at once: 200 MB in float32, still far more than a message needs to be fast."""
+"""Elements that ZeRO reduces at once: 200 MB in float32, a tenth of the default. One H200 was measured with it."""
 
 Change = dict[str, object]
 """Value of each key, `section.key`."""
