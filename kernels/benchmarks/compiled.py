@@ -68,7 +68,9 @@ TYPES = {
         ],
         "*bf16",
     ),
-    **dict.fromkeys(["dt", "logits", "value", "dvalue", "ddt", "dlogits", "z", "dz", "out"], "*bf16"),
+    **dict.fromkeys(
+        ["dt", "logits", "value", "dvalue", "strength", "ddt", "dstrength", "dlogits", "z", "dz", "out"], "*bf16"
+    ),
     **dict.fromkeys(["table"], "*i64"),
     **dict.fromkeys(["starts", "counts", "any_dense", "first_chunks", "counter", "place", "document"], "*i32"),
     **dict.fromkeys(["scale", "growth", "eps"], "fp32"),
@@ -94,7 +96,7 @@ INTEGERS = [
     "stride_v",
     "stride_beta",
     "stride_dy",
-    *("stride_x", "stride_dt", "stride_logits", "stride_z"),
+    *("stride_x", "stride_dt", "stride_strength", "stride_logits", "stride_z"),
     *("rows", "first", "segment", "segments", "group_size", "C"),
 ]
 
@@ -131,7 +133,7 @@ def configurations(target: str) -> dict[str, Configuration]:
     filtering = {"W": 4, "SILU": True, "HAS_BIAS": True, "HAS_INITIAL": False}
     forward_blocks = {"BLOCK_T": conv.BLOCK_T, "BLOCK_D": conv.BLOCK_D}
     walk = {name: value for name, value in conv.WALK.items() if name != "num_warps"}
-    activating = {**activations.tile(V), "IMPORTANCE": True}
+    activating = {**activations.tile(V), "IMPORTANCE": True, "STRENGTH": False}
     norming = norm.block_sizes(CHANNELS)
     norm_warps = norming.pop("num_warps")
     norming |= {"GATED": True, "GIVEN": False}
@@ -204,6 +206,12 @@ def configurations(target: str) -> dict[str, Configuration]:
         "activations": Configuration(activations.activate_kernel, activating, 4, {}),
         "activation gradient": Configuration(
             activations.activation_gradient_kernel, activating | {"HAS_DY": True}, 4, {"D": "*fp32"}
+        ),
+        "activation gradient, strength": Configuration(
+            activations.activation_gradient_kernel,
+            activating | {"HAS_DY": True, "STRENGTH": True},
+            4,
+            {"D": "*fp32"},
         ),
         "norm": Configuration(norm.norm_kernel, norming, norm_warps, {}),
         "norm gradient": Configuration(norm.norm_gradient_kernel, norming | {"ROWS": norm.ROWS}, norm_warps, {}),

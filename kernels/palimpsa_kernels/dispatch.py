@@ -59,7 +59,7 @@ def implementation(name: str, device_type: str) -> Callable[..., Any]:
 
 def scan_implementation(call: peers.Call) -> Callable[..., Any] | None:
     """What runs a `mixing_scan`; None leaves it to PyTorch operations around our own scan."""
-    peer = None if call.importance else chosen_peer("mamba2_scan", call)
+    peer = chosen_peer("mamba2_scan", call) if call.mamba2 else None
     return peer or own_triton("mixing_scan", call.device_type)
 
 

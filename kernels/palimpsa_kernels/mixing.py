@@ -61,9 +61,8 @@ def mixing_scan(
     With `strength` (Palimpsa-D), sigmoid(strength) takes the place of dt in v and beta, but not in log_alpha.
 
     Differentiable in every tensor but cu_seqlens. Activations, decays and the skip are formed in fp32; v, beta and y
-    are rounded to x's dtype. On CUDA, without strength and scale, the activations take one pass forward and one
-    backward, v and beta are formed again for the backward pass instead of being kept, and the parameters' gradients
-    repeat bit for bit. With them the activations are PyTorch's, v and beta are kept, and a carry scans twice.
+    are rounded to x's dtype. On CUDA the activations take one pass forward and one backward, v and beta are formed
+    again for the backward pass instead of being kept, and the parameters' gradients repeat bit for bit.
 
     Args:
         q: queries [B, T, G, K] (Mamba2's C); bf16, fp16 or fp32. G divides H.
@@ -97,27 +96,16 @@ def mixing_scan(
         cu_seqlens,
         initial_state is not None or output_final_state or carry is not None,
         key_dim=q.shape[3],
-        importance=importance is not None,
+        mamba2=importance is None and strength is None and scale == 1.0,
     )
-    options: dict[str, Any] = {} if strength is None and scale == 1.0 else {"strength": strength, "scale": scale}
-    scan = None if options else scan_implementation(call)
+    scan = scan_implementation(call)
+    options: dict[str, Any] = {"strength": strength, "scale": scale, "output_final_state": output_final_state}
+    options["cu_seqlens"] = cu_seqlens
     if scan is None and carry is not None:
-        options |= {"output_final_state": output_final_state, "cu_seqlens": cu_seqlens}
         return _carried(q, k, x, dt, heads, importance, carry, **options)
     if carry is not None:
         options["carry"] = carry
-    y, final = (scan or composed)(
-        q,
-        k,
-        x,
-        dt,
-        heads,
-        importance,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        **options,
-    )
+    y, final = (scan or composed)(q, k, x, dt, heads, importance, initial_state=initial_state, **options)
     checks.refuse_second_order((y, *final))
     return y, final
 

@@ -37,7 +37,8 @@ class Call(NamedTuple):
     key_dim: int = 0
     width: int = 0
     channels: int = 0
-    importance: bool = False
+    mamba2: bool = True
+    """Mamba2's scan as it is, without importance, strength and scale"""
 
 
 def facts(x: Tensor, cu_seqlens: Tensor | None, states: bool, **others: Any) -> Call:
@@ -86,7 +87,7 @@ def load_mamba_ssm() -> Callable[..., Any]:
         importance: "Importance | None",
         *,
         cu_seqlens: Tensor | None,
-        **_states: Any,
+        **_others: Any,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         # Its own softplus is log(exp(dt) + 1), which loses small steps.
         step, _ = step_and_decay(dt, heads.dt_bias, heads.A_log)

@@ -179,13 +179,13 @@ class Mixer(MegatronModule):
         With `packed_seq_params` B is 1 and documents do not see each other; with `inference_context` the tokens
         continue those that the context has seen.
         """
-        u = self._enter_tensor_parallel(hidden_states).transpose(0, 1)
+        u = _swapped(self._enter_tensor_parallel(hidden_states))
         z, projected = self._project(u)
         if inference_context is None:
             y = self._whole(projected, packed_seq_params)
         else:
             y = self._continue(projected, inference_context)
-        return self.out_proj(self.norm(y, z).transpose(0, 1))
+        return self.out_proj(_swapped(self.norm(y, z)))
 
     def _enter_tensor_parallel(self, hidden_states: Tensor) -> Tensor:
         """All tokens on every rank; one sum (or reduce-scatter) over ranks for the gradients of all projections."""
@@ -328,3 +328,9 @@ class Mixer(MegatronModule):
                 )
             )
         return sharded
+
+
+def _swapped(x: Tensor) -> Tensor:
+    """[T, B, ...] -> [B, T, ...] or back, laid out anew once; else every product with it would do so, twice."""
+    swapped = x.transpose(0, 1)
+    return swapped if swapped.is_contiguous() else droppable(Tensor.contiguous, swapped)

@@ -121,9 +121,9 @@ def test_mamba_ssm_runs_where_it_is_right(monkeypatch, packages, caplog, call, r
     assert reason in caplog.text
 
 
-def test_palimpsa_never_runs_in_a_peer(monkeypatch, packages):
+def test_what_is_not_mamba2_never_runs_in_a_peer(monkeypatch, packages):
     monkeypatch.setenv(dispatch.VARIABLE, "mamba_ssm")
-    assert dispatch.scan_implementation(CALL._replace(importance=True)) is None
+    assert dispatch.scan_implementation(CALL._replace(mamba2=False)) is None
     assert dispatch.scan_implementation(CALL) is not None
 
 

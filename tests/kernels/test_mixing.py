@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.mixing_cases import mixing_definition, mixing_errors, mixing_inputs, mixing_results
-from palimpsa_kernels import HeadParameters, Importance, mixing_scan
+from palimpsa_kernels import HeadParameters, Importance, mixing, mixing_scan
 
 CASES = {
     "rows": {"batch": 2, "states": 2},
@@ -23,6 +23,18 @@ def test_against_the_definition(name):
     wrong = {n: e for n, e in mixing_errors(mixing_results(mixing_scan, inputs, offsets=offsets), expected).items()
              if not e <= 1e-5}  # fmt: skip
     assert not wrong, wrong
+
+
+@pytest.mark.parametrize("options", [{}, {"strength": True}, {"scale": 0.5}, {"importance": True}], ids=str)
+def test_peers_are_asked_for_mamba2_alone(options, monkeypatch):
+    inputs = mixing_inputs(initial=False)
+    calls = []
+    monkeypatch.setattr(mixing, "scan_implementation", calls.append)
+    importance = Importance(inputs["logits"], inputs["b_scale"], inputs["prior"]) if "importance" in options else None
+    options = {name: inputs["dt"] if name == "strength" else value for name, value in options.items()}
+    heads = HeadParameters(inputs["dt_bias"], inputs["A_log"], inputs["D"])
+    mixing_scan(*(inputs[n] for n in ("q", "k", "x", "dt")), heads, **options | {"importance": importance})
+    assert [call.mamba2 for call in calls] == [not options]
 
 
 def test_states_are_returned_only_when_asked_for():

@@ -13,6 +13,8 @@ CASES = {
     "rows, odd sizes": {"batch": 2, "states": 2, "tokens": 7, "value_dim": 18, "key_dim": 17, "heads": 2},
     "packed": {"states": 4, "tokens": 12},
     "mamba2": {"importance": False, "initial": False},
+    "palimpsa-d": {"strength": True, "batch": 2, "states": 2, "tokens": 7},
+    "palimpsa-d, without importance": {"strength": True, "importance": False, "initial": False},
 }
 
 
@@ -28,12 +30,13 @@ def test_against_the_definition(name: str) -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.parametrize("strength", [False, True], ids=["dt", "strength"])
 @pytest.mark.parametrize("importance", [True, False], ids=["palimpsa", "mamba2"])
-def test_half_precision_loses_no_more_than_pytorch_operations_around_the_scan(importance: bool) -> None:
+def test_half_precision_loses_no_more_than_pytorch_operations_around_the_scan(importance: bool, strength: bool) -> None:
     """Of dt, dt_bias and A_log, whose gradients are sums that cancel, the rounding of v and beta alone costs more."""
     from palimpsa_kernels.triton import mixing_scan
 
-    inputs = mixing_inputs(dtype=torch.bfloat16, initial=False, importance=importance)
+    inputs = mixing_inputs(dtype=torch.bfloat16, initial=False, importance=importance, strength=strength)
     expected = mixing_results(mixing_definition, inputs, dtype=torch.float64)
     errors = mixing_errors(mixing_results(mixing_scan, inputs, device=DEVICE), expected)
     composed = mixing_errors(mixing_results(composed_scan, inputs), expected)
@@ -53,15 +56,16 @@ def test_neither_v_nor_beta_is_kept_for_the_backward_pass() -> None:
 
 
 def test_inputs_that_are_apart_in_memory() -> None:
-    """dt as a slice of one projection with others, x and the logits of another."""
+    """dt and strength as slices of one projection with others, x and the logits too."""
     from palimpsa_kernels.triton import mixing_scan
 
-    inputs = mixing_inputs(initial=False, tokens=6)
+    inputs = mixing_inputs(initial=False, tokens=6, strength=True)
     plain = {name: x.to(DEVICE) for name, x in inputs.items()}
     heads, value_dim = plain["x"].shape[2:]
-    joint = torch.cat([plain["x"].flatten(2), plain["logits"].flatten(2), plain["dt"]], 2)
-    x, logits, dt = joint.split([heads * value_dim, heads * value_dim, heads], 2)
-    apart = plain | {"x": x.unflatten(2, (heads, -1)), "logits": logits.unflatten(2, (heads, -1)), "dt": dt}
+    joint = torch.cat([plain["x"].flatten(2), plain["logits"].flatten(2), plain["dt"], plain["strength"]], 2)
+    x, logits, dt, strength = joint.split([heads * value_dim, heads * value_dim, heads, heads], 2)
+    by_head = {"x": x.unflatten(2, (heads, -1)), "logits": logits.unflatten(2, (heads, -1))}
+    apart = plain | by_head | {"dt": dt, "strength": strength}
     results = []
     for given in (plain, apart):
         leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
@@ -77,7 +81,7 @@ def test_small_steps_keep_their_relative_precision() -> None:
 
     raw = torch.linspace(-30, 30, 61).view(1, 61, 1)
     zero, one = torch.zeros(1), torch.ones(1, 61, 1, 1)
-    inputs = Raw(*(x.to(DEVICE) for x in (one, raw)), None, *(x.to(DEVICE) for x in (zero, zero - 9, zero)), None)
+    inputs = Raw(*(x.to(DEVICE) for x in (one, raw)), None, None, *(x.to(DEVICE) for x in (zero, zero - 9, zero)), None)
     value, _, log_alpha = activate(inputs)
     expected = torch.logaddexp(raw.double(), torch.zeros_like(raw.double())).flatten()
     torch.testing.assert_close(value.flatten().double().cpu(), expected, rtol=1e-5, atol=0)
@@ -90,7 +94,7 @@ def test_decay_stronger_than_the_scan_takes_is_limited_and_gives_no_gradient() -
 
     x, dt = torch.ones(1, 3, 2, 4), torch.tensor([[[1.0, 60.0], [2.0, 1.0], [60.0, 1.0]]])
     zero, rate = torch.zeros(2), torch.full((2,), 2.0).log()
-    raw = Raw(x.to(DEVICE), dt.to(DEVICE), None, zero.to(DEVICE), rate.to(DEVICE), zero.to(DEVICE), None)
+    raw = Raw(x.to(DEVICE), dt.to(DEVICE), None, None, zero.to(DEVICE), rate.to(DEVICE), zero.to(DEVICE), None)
     _, _, log_alpha = activate(raw)
     step = torch.logaddexp(dt, torch.zeros_like(dt))
     torch.testing.assert_close(log_alpha.cpu(), (-2 * step).clamp(min=-100))

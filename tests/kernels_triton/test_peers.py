@@ -22,12 +22,30 @@ def installed(function: str) -> list[str]:
 
 @pytest.mark.parametrize("offsets", [None, OFFSETS], ids=["rows", "packed"])
 @pytest.mark.parametrize(
-    ("kernel", "importance"), [("own", True), *((name, False) for name in ["own", *installed("mamba2_scan")])]
+    ("kernel", "importance", "strength"),
+    [
+        ("own", True, False),
+        ("own", True, True),
+        ("own", False, True),
+        *((name, False, False) for name in ["own", *installed("mamba2_scan")]),
+    ],
 )
-def test_scan(kernel: str, importance: bool, offsets: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scan(
+    kernel: str,
+    importance: bool,
+    strength: bool,
+    offsets: tuple[int, ...] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(VARIABLE, kernel)
     inputs = mixing_inputs(
-        tokens=300, key_dim=128, value_dim=64, dtype=torch.bfloat16, initial=False, importance=importance
+        tokens=300,
+        key_dim=128,
+        value_dim=64,
+        dtype=torch.bfloat16,
+        initial=False,
+        importance=importance,
+        strength=strength,
     )
 
     def without_states(scan):

@@ -41,10 +41,20 @@ def step_of(dt, dt_bias, t, inside, head, stride):
     return raw, softplus(raw)
 
 
+@triton.jit
+def write_of(strength, step, t, inside, head, stride, STRENGTH: tl.constexpr):
+    """How strongly a token is written."""
+    if STRENGTH:
+        return tl.sigmoid(tl.load(strength + t * stride + head, mask=inside, other=0.0).to(tl.float32))
+    else:
+        return step
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def activate_kernel(
-    x, dt, logits, dt_bias, A_log, b_scale, value, beta, log_alpha, tokens, H, stride_x, stride_dt, stride_logits,
-    V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, IMPORTANCE: tl.constexpr,
+    x, dt, strength, logits, dt_bias, A_log, b_scale, value, beta, log_alpha, tokens, H,
+    stride_x, stride_dt, stride_strength, stride_logits,
+    V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, IMPORTANCE: tl.constexpr, STRENGTH: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % H
     t = (tl.program_id(0) // H).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -56,19 +66,21 @@ def activate_kernel(
     _raw, step = step_of(dt, dt_bias, t, inside, head, stride_dt)
     decay = -step * tl.exp(tl.load(A_log + head))
     tl.store(log_alpha + t * H + head, tl.where(decay < LOWEST, LOWEST, decay), mask=inside)
+    write = write_of(strength, step, t, inside, head, stride_strength, STRENGTH)
     given = tl.load(x + t[:, None] * stride_x + within, mask=mask, other=0.0).to(tl.float32)
-    tl.store(value + at, (given * step[:, None]).to(value.dtype.element_ty), mask=mask)
+    tl.store(value + at, (given * write[:, None]).to(value.dtype.element_ty), mask=mask)
     if IMPORTANCE:
         gate = tl.sigmoid(tl.load(logits + t[:, None] * stride_logits + within, mask=mask, other=0.0).to(tl.float32))
-        precision = gate * (softplus(tl.load(b_scale + head)) * step)[:, None]
+        precision = gate * (softplus(tl.load(b_scale + head)) * write)[:, None]
         tl.store(beta + at, precision.to(beta.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def activation_gradient_kernel(
-    x, dt, logits, dt_bias, A_log, b_scale, D, dvalue, dbeta, dlog_alpha, dy, dx, ddt, dlogits, parts,
-    tokens, H, stride_x, stride_dt, stride_logits, stride_dy,
-    V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, IMPORTANCE: tl.constexpr, HAS_DY: tl.constexpr,
+    x, dt, strength, logits, dt_bias, A_log, b_scale, D, dvalue, dbeta, dlog_alpha, dy,
+    dx, ddt, dstrength, dlogits, parts, tokens, H, stride_x, stride_dt, stride_strength, stride_logits, stride_dy,
+    V: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr,
+    IMPORTANCE: tl.constexpr, STRENGTH: tl.constexpr, HAS_DY: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % H
     block = (tl.program_id(0) // H).to(tl.int64)
@@ -87,9 +99,10 @@ def activation_gradient_kernel(
     d_decay = tl.where(unlimited, d_decay, 0.0)
     tl.store(own, tl.sum(-d_decay * step * rate, axis=0))
 
+    write = write_of(strength, step, t, inside, head, stride_strength, STRENGTH)
     given = tl.load(x + t[:, None] * stride_x + within, mask=mask, other=0.0).to(tl.float32)
     d_value = tl.load(dvalue + at, mask=mask, other=0.0).to(tl.float32)
-    d_given = d_value * step[:, None]
+    d_given = d_value * write[:, None]
     if HAS_DY:
         d_out = tl.load(dy + t[:, None] * stride_dy + within, mask=mask, other=0.0).to(tl.float32)
         d_given += tl.load(D + head) * d_out
@@ -98,16 +111,22 @@ def activation_gradient_kernel(
         tl.store(own + H, 0.0)
     tl.store(dx + at, d_given.to(dx.dtype.element_ty), mask=mask)
 
-    d_step = tl.sum(d_value * given, axis=1) - d_decay * rate
+    d_write = tl.sum(d_value * given, axis=1)
+    d_step = -d_decay * rate
     if IMPORTANCE:
         gate = tl.sigmoid(tl.load(logits + t[:, None] * stride_logits + within, mask=mask, other=0.0).to(tl.float32))
         gated = tl.load(dbeta + at, mask=mask, other=0.0).to(tl.float32) * gate
         scale = softplus(tl.load(b_scale + head))
-        d_logits = gated * (1.0 - gate) * (scale * step)[:, None]
+        d_logits = gated * (1.0 - gate) * (scale * write)[:, None]
         tl.store(dlogits + at, d_logits.to(dlogits.dtype.element_ty), mask=mask)
         of_token = tl.sum(gated, axis=1)
-        d_step += scale * of_token
-        tl.store(own + 2 * H, tl.sum(of_token * step, axis=0) * tl.sigmoid(tl.load(b_scale + head)))
+        d_write += scale * of_token
+        tl.store(own + 2 * H, tl.sum(of_token * write, axis=0) * tl.sigmoid(tl.load(b_scale + head)))
+    if STRENGTH:
+        d_strength = d_write * write * (1.0 - write)
+        tl.store(dstrength + t * H + head, d_strength.to(dstrength.dtype.element_ty), mask=inside)
+    else:
+        d_step += d_write
     d_raw = d_step * tl.sigmoid(raw)
     tl.store(ddt + t * H + head, d_raw.to(ddt.dtype.element_ty), mask=inside)
     tl.store(own + 3 * H, tl.sum(tl.where(inside, d_raw, 0.0), axis=0))
@@ -136,17 +155,19 @@ def tile(value_dim: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Raw:
-    """What goes into the activations, x, dt and logits with adjacent tokens (`tokens_adjacent`).
+    """What goes into the activations, all that has tokens with adjacent ones (`tokens_adjacent`).
 
     Attributes:
         x: [B, T, H, V].
         dt: [B, T, H].
-        logits: as x; None, like b_scale, for Mamba2.
+        strength: as dt; None where dt is how strongly a token is written.
+        logits: as x; None, like b_scale, without importance.
         dt_bias, A_log, D, b_scale: [H] fp32.
     """
 
     x: Tensor
     dt: Tensor
+    strength: Tensor | None
     logits: Tensor | None
     dt_bias: Tensor
     A_log: Tensor
@@ -160,6 +181,7 @@ class RawGradients:
 
     x: Tensor
     dt: Tensor
+    strength: Tensor | None
     logits: Tensor | None
     dt_bias: Tensor
     A_log: Tensor
@@ -168,19 +190,24 @@ class RawGradients:
 
 
 def activate(raw: Raw) -> tuple[Tensor, Tensor | None, Tensor]:
-    """v and beta [B, T, H, V] (None for Mamba2) in x's dtype, log_alpha [B, T, H] fp32."""
+    """v and beta [B, T, H, V] (None without importance) in x's dtype, log_alpha [B, T, H] fp32."""
     batch, tokens, heads, value_dim = raw.x.shape
-    x, logits = raw.x, raw.x if raw.logits is None else raw.logits
+    x, logits, strength = raw.x, given_or(raw.logits, raw.x), given_or(raw.strength, raw.dt)
     value = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     beta = None if raw.logits is None else torch.empty_like(value)
     log_alpha = torch.empty(batch, tokens, heads, device=x.device)
     sizes = tile(value_dim)
     activate_kernel[(cdiv(batch * tokens, sizes["BLOCK_T"]) * heads,)](
-        x, raw.dt, logits, raw.dt_bias, raw.A_log, raw.D if raw.b_scale is None else raw.b_scale, value,
-        value if beta is None else beta, log_alpha, batch * tokens, heads, x.stride(1), raw.dt.stride(1),
-        logits.stride(1), IMPORTANCE=beta is not None, **sizes,
+        x, raw.dt, strength, logits, raw.dt_bias, raw.A_log, given_or(raw.b_scale, raw.D), value, given_or(beta, value),
+        log_alpha, batch * tokens, heads, x.stride(1), raw.dt.stride(1), strength.stride(1), logits.stride(1),
+        IMPORTANCE=beta is not None, STRENGTH=raw.strength is not None, **sizes,
     )  # fmt: skip
     return value, beta, log_alpha
+
+
+def given_or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """A kernel wants a pointer also where it reads none."""
+    return other if tensor is None else tensor
 
 
 def add_skip(y: Tensor, raw: Raw) -> None:
@@ -198,26 +225,27 @@ def activation_gradients(
     """From the scan's gradients to v, beta and log_alpha, and dy [B, T, H, V], which reaches D * x unchanged.
 
     Args:
-        dvalue, dbeta: [B, T, H, V]; dbeta is None for Mamba2.
+        dvalue, dbeta: [B, T, H, V]; dbeta is None without importance.
         dlog_alpha: [B, T, H].
         dy: with adjacent tokens; None counts as zeros.
     """
     batch, tokens, heads, value_dim = raw.x.shape
-    x, logits = raw.x, raw.x if raw.logits is None else raw.logits
+    x, logits, strength = raw.x, given_or(raw.logits, raw.x), given_or(raw.strength, raw.dt)
     dvalue, dlog_alpha = dvalue.contiguous(), dlog_alpha.contiguous()
     dbeta = None if dbeta is None else dbeta.contiguous()
     dx = torch.empty(x.shape, device=x.device, dtype=x.dtype)
     ddt = torch.empty(raw.dt.shape, device=x.device, dtype=raw.dt.dtype)
+    dstrength = None if raw.strength is None else torch.empty(ddt.shape, device=x.device, dtype=strength.dtype)
     dlogits = None if raw.logits is None else torch.empty_like(dx)
     sizes = tile(value_dim)
     blocks = cdiv(batch * tokens, sizes["BLOCK_T"])
     parts = torch.empty(blocks, 4, heads, device=x.device)
     activation_gradient_kernel[(blocks * heads,)](
-        x, raw.dt, logits, raw.dt_bias, raw.A_log, raw.D if raw.b_scale is None else raw.b_scale, raw.D, dvalue,
-        dvalue if dbeta is None else dbeta, dlog_alpha, x if dy is None else dy, dx, ddt,
-        dx if dlogits is None else dlogits, parts, batch * tokens, heads, x.stride(1), raw.dt.stride(1),
-        logits.stride(1), x.stride(1) if dy is None else dy.stride(1),
-        IMPORTANCE=dlogits is not None, HAS_DY=dy is not None, **sizes,
+        x, raw.dt, strength, logits, raw.dt_bias, raw.A_log, given_or(raw.b_scale, raw.D), raw.D, dvalue,
+        given_or(dbeta, dvalue), dlog_alpha, given_or(dy, x), dx, ddt, given_or(dstrength, ddt), given_or(dlogits, dx),
+        parts, batch * tokens, heads, x.stride(1), raw.dt.stride(1), strength.stride(1), logits.stride(1),
+        given_or(dy, x).stride(1),
+        IMPORTANCE=dlogits is not None, STRENGTH=dstrength is not None, HAS_DY=dy is not None, **sizes,
     )  # fmt: skip
     dA_log, dD, db_scale, ddt_bias = parts.sum(0).unbind(0)
-    return RawGradients(dx, ddt, dlogits, ddt_bias, dA_log, dD, None if dlogits is None else db_scale)
+    return RawGradients(dx, ddt, dstrength, dlogits, ddt_bias, dA_log, dD, None if dlogits is None else db_scale)

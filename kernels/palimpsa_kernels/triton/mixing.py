@@ -34,25 +34,26 @@ class ScanContext:
 class MixingScan(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, x: Tensor, dt: Tensor, logits: Tensor | None, dt_bias: Tensor, A_log: Tensor,
-        D: Tensor, b_scale: Tensor | None, prior: Tensor | None, mean: Tensor | None, importance: Tensor | None,
-        cu_seqlens: Tensor | None, output_final_state: bool, carry: Carry | None,
+        ctx: Any, q: Tensor, k: Tensor, x: Tensor, dt: Tensor, strength: Tensor | None, logits: Tensor | None,
+        dt_bias: Tensor, A_log: Tensor, D: Tensor, b_scale: Tensor | None, prior: Tensor | None, mean: Tensor | None,
+        importance: Tensor | None, cu_seqlens: Tensor | None, scale: float, output_final_state: bool,
+        carry: Carry | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         x, dt = tokens_adjacent(x), tokens_adjacent(dt)
-        logits = None if logits is None else tokens_adjacent(logits)
+        strength, logits = (None if t is None else tokens_adjacent(t) for t in (strength, logits))
         per_head = [None if p is None else p.contiguous() for p in (dt_bias, A_log, D, b_scale)]
-        raw = Raw(x, dt, logits, *per_head)  # type: ignore[arg-type]
+        raw = Raw(x, dt, strength, logits, *per_head)  # type: ignore[arg-type]
         value, beta, log_alpha = activate(raw)
-        scan = ScanContext(trains_prior=ctx.needs_input_grad[9])
+        scan = ScanContext(trains_prior=ctx.needs_input_grad[10])
         if beta is None or prior is None:
             y, final_mean = ChunkSSD.forward(
-                scan, q, k, value, log_alpha, mean, cu_seqlens, 1.0, output_final_state, carry
+                scan, q, k, value, log_alpha, mean, cu_seqlens, scale, output_final_state, carry
             )
             final_importance = None
         else:
             y, final_mean, final_importance = ChunkPalimpsa.forward(
-                scan, q, k, value, beta, log_alpha, prior, mean, importance, cu_seqlens, 1.0, None, output_final_state,
-                carry,
+                scan, q, k, value, beta, log_alpha, prior, mean, importance, cu_seqlens, scale, None,
+                output_final_state, carry,
             )  # fmt: skip
         add_skip(y, raw)
 
@@ -61,17 +62,17 @@ class MixingScan(torch.autograd.Function):
         kept = [s if f is None else None for s, f in zip(scan.saved_tensors, ctx.formed, strict=True)]
         scan.saved_tensors = ()
         ctx.scan = scan
-        ctx.save_for_backward(x, dt, logits, *per_head, *kept)
+        ctx.save_for_backward(x, dt, strength, logits, *per_head, *kept)
         ctx.set_materialize_grads(False)
         return y, final_mean, final_importance
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         dy = None if grads[0] is None else tokens_adjacent(grads[0])
-        raw = Raw(*ctx.saved_tensors[:7])
+        raw = Raw(*ctx.saved_tensors[:8])
         value, beta, _ = activate(raw)
         scan: ScanContext = ctx.scan
-        scan.saved_tensors = restored(ctx.saved_tensors[7:], ctx.formed, (value, beta))
+        scan.saved_tensors = restored(ctx.saved_tensors[8:], ctx.formed, (value, beta))
         if beta is None:
             dq, dk, dvalue, dlog_alpha, dmean, *_ = ChunkSSD.backward(scan, dy, grads[1])
             dbeta = dprior = dimportance = None
@@ -85,8 +86,8 @@ class MixingScan(torch.autograd.Function):
         assert dlog_alpha is not None
         own = activation_gradients(raw, dvalue, dbeta, dlog_alpha, dy)
         return (
-            dq, dk, own.x, own.dt, own.logits, own.dt_bias, own.A_log, own.D, own.b_scale, dprior, dmean, dimportance,
-            None, None, None,
+            dq, dk, own.x, own.dt, own.strength, own.logits, own.dt_bias, own.A_log, own.D, own.b_scale, dprior, dmean,
+            dimportance, None, None, None, None,
         )  # fmt: skip
 
 
@@ -105,6 +106,8 @@ def mixing_scan(
     heads: HeadParameters,
     importance: Importance | None,
     *,
+    strength: Tensor | None = None,
+    scale: float = 1.0,
     initial_state: tuple[Tensor, ...] | None,
     output_final_state: bool,
     cu_seqlens: Tensor | None,
@@ -114,7 +117,7 @@ def mixing_scan(
     mean, evidence = (*(initial_state or ()), None, None)[:2]
     logits, b_scale, prior = importance or (None, None, None)
     y, *final = MixingScan.apply(
-        q, k, x, dt, logits, heads.dt_bias, heads.A_log, heads.D, b_scale, prior, mean, evidence, cu_seqlens,
-        output_final_state, carry,
+        q, k, x, dt, strength, logits, heads.dt_bias, heads.A_log, heads.D, b_scale, prior, mean, evidence, cu_seqlens,
+        scale, output_final_state, carry,
     )  # fmt: skip
     return y, tuple(state for state in final if state is not None)
