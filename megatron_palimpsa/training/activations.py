@@ -114,7 +114,7 @@ def _cheap(n: Shapes, symbol: str) -> int:
     if symbol in "*-":
         return n.tokens * n.size * n.stream
     if symbol in "QLG":
-        return n.tokens * n.size * (n.hidden + _dropped_by_d(n))
+        return n.tokens * n.size * (n.hidden + _dropped_by_d(n, symbol))
     return n.tokens * n.size * (n.hidden + 2 * n.inner + 2 * n.keys + (n.inner if symbol == "P" else 0))
 
 
@@ -148,25 +148,22 @@ def _everything(shapes: Shapes, symbol: str) -> int:
 
 
 def _inside_d(n: Shapes, symbol: str) -> int:
-    """What Palimpsa-D keeps inside: its activations are PyTorch's, which take copies in fp32. G: about as L."""
+    """What Palimpsa-D keeps inside. G: about as L."""
     keys = n.heads * n.d_state
-    # The gate before and behind its SiLU, v before the convolution, v*, y, its norm, their product; its mean square.
-    inside = n.size * 7 * n.inner + 4 * n.heads
-    # v behind the convolution in fp32, for v* and for the skip: one tensor in an fp32 model.
-    inside += 4 * n.inner * (2 if n.size == 2 else 1)
+    # The gate before and behind its SiLU, v before and behind the convolution, y, its norm, their product.
+    inside = n.size * 7 * n.inner
     small = 2 * keys + 2 * n.heads
     if symbol == "Q":
-        # beta, its sigmoid in fp32 and how much of it there is at most.
-        inside += (n.size + 4) * n.inner + 4 * n.heads
+        inside += n.size * n.inner  # beta before its sigmoid
         small += n.beta_rank
-    # Keys and queries before and behind the convolution, and of unit length, with their lengths; dt to log_alpha, bs.
-    inside += n.size * (small + 4 * keys) + 4 * (2 + 5) * n.heads
+    # Keys and queries before and behind the convolution, and of unit length; their lengths, log_alpha, y's mean square.
+    inside += n.size * (small + 4 * keys) + 4 * 4 * n.heads
     return n.tokens * inside + _states(replace(n, keys=keys), symbol) + n.size * small * n.hidden
 
 
-def _dropped_by_d(n: Shapes) -> int:
-    """Channels of a token: the norm, the gate and their product, keys and queries twice, v where no copy is kept."""
-    return 3 * n.inner + 4 * n.heads * n.d_state + (n.inner if n.size == 4 else 0)
+def _dropped_by_d(n: Shapes, symbol: str) -> int:
+    """Channels of a token: the norm, the gate, their product, v, keys and queries twice, beta before its sigmoid."""
+    return 4 * n.inner + 4 * n.heads * n.d_state + (n.inner if symbol == "Q" else 0)
 
 
 def _states(n: Shapes, symbol: str) -> int:
@@ -210,12 +207,9 @@ def output_projection(shapes: Shapes, symbol: str) -> int:
 
 
 def _backward_d(n: Shapes, symbol: str) -> int:
-    """In the scan: the gate, its SiLU, y, its norm and their product are freed; v and beta are not formed again."""
-    freed = 5 * n.size + (4 if n.size == 2 else 0)
-    again = (2 if symbol == "Q" else 1) * n.size
-    # The skip's gradient to v waits in fp32.
+    """In the scan: the gate, its SiLU, y, its norm and their product are freed."""
     scan = _palimpsa_backward(n) if symbol == "Q" else _ssd_backward(n)
-    return scan + n.tokens * n.inner * (4 - freed - again)
+    return scan - n.tokens * n.inner * 5 * n.size
 
 
 def _ssd_backward(n: Shapes) -> int:
