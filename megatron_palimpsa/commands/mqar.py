@@ -61,20 +61,22 @@ def _mqar(options: argparse.Namespace) -> int:
     from megatron_palimpsa.commands.submit import split_recipes
     from megatron_palimpsa.config import ConfigError
     from megatron_palimpsa.experiments.mqar.config import load_sweep
+    from megatron_palimpsa.experiments.mqar.folders import common_folder
     from megatron_palimpsa.experiments.mqar.sweep import sweep
 
     if launcher.world_size() > 1:
         raise ConfigError("the environment says WORLD_SIZE: mqar is not for torchrun, --jobs N starts its processes")
     names, overrides = split_recipes(options)
     configs = [load_sweep(recipe, overrides) for recipe in find_recipes(names)]
+    output_dir = common_folder(configs)
     code = 0
     if not options.report:
-        again = ["mqar", *names, *overrides, "--worker-of", str(options.jobs)]
+        again = ["mqar", *names, *overrides]
         if options.minutes is not None:
             again += ["--minutes", str(options.minutes)]
         code = sweep(configs, options.jobs, options.minutes, again, options.worker_of)
     if options.worker_of is None:
         from megatron_palimpsa.experiments.mqar.report import build
 
-        build(configs[0].output_dir)
+        build(output_dir)
     return code

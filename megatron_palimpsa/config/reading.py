@@ -122,7 +122,12 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 def _describe(error: ValidationError, where: str, kind: type) -> str:
     lines = []
-    for item in error.errors():
+    found = error.errors()
+    for item in found:
+        # A list without its wrong items counts as too short, too.
+        within = [other for other in found if other["loc"][: len(item["loc"])] == item["loc"]]
+        if item["type"] == "too_short" and len(within) > 1:
+            continue
         key = ".".join(str(part) for part in item["loc"])
         if item["type"] == "unexpected_keyword_argument":
             lines.append(f"{where}: unknown key {key!r}{_known_keys(kind, item['loc'])}")

@@ -25,6 +25,11 @@ from megatron_palimpsa.config import (
 )
 from megatron_palimpsa.config.values import STRICT, Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat
 
+MOST_NUMBERS = 1 << 24
+"""Random numbers of one kind that an example may take: it has as many counters of its own."""
+MOST_EXAMPLES = 1 << 39
+"""Of one seed, so that their counters are different 64-bit numbers."""
+
 
 @dataclass(frozen=True, config=STRICT)
 class Task:
@@ -32,7 +37,7 @@ class Task:
 
     filler: Literal["blank", "random"] = "blank"
     """What stands between the queries: token 0, or a random token each (Zoology's two ways)."""
-    power: PositiveFloat = 0.01
+    power: Annotated[float, Field(gt=0, le=10)] = 0.01
     """The gap g between the pairs and a query has a probability in proportion to g ** (power - 1); 1 is uniform."""
 
 
@@ -81,6 +86,7 @@ class SweepConfig:
     """One model's sweep; its runs lie in `output_dir/name`."""
 
     name: Annotated[str, Field(max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Not `report`, which stands beside the sweeps."""
     output_dir: str
     model: ModelConfig
     task: Task
@@ -112,7 +118,18 @@ def check_sweep(config: SweepConfig, where: str) -> None:
     Raises:
         ConfigError: names `where`, the key, its value and what is allowed.
     """
-    keys = config.model.vocab_size // 2 - 1
+    if config.name == "report":
+        raise ConfigError(f"{where}: name={config.name!r} is the folder of the report, which stands beside the sweeps")
+    keys = max(config.model.vocab_size // 2 - 1, 0)
+    longest = max(lesson.length for lesson in config.curriculum)
+    for key, value, most in (
+        ("model.vocab_size", config.model.vocab_size, MOST_NUMBERS),
+        ("the longest lesson's length", longest, MOST_NUMBERS),
+        ("train.examples", config.train.examples, MOST_EXAMPLES),
+        ("train.test_examples", config.train.test_examples, MOST_EXAMPLES),
+    ):
+        if value > most:
+            raise ConfigError(f"{where}: {key}={value} is above {most}, behind which examples would not be independent")
     for number, lesson in enumerate(config.curriculum):
         key = f"{where}: curriculum.{number}"
         if lesson.length % 2 or lesson.length < 4 * lesson.pairs:
@@ -127,8 +144,7 @@ def check_sweep(config: SweepConfig, where: str) -> None:
         if lesson.batch_size > config.train.examples:
             raise ConfigError(f"{key}.batch_size={lesson.batch_size} is above train.examples={config.train.examples}")
         if config.train.warmup_steps >= lesson.epochs * (config.train.examples // lesson.batch_size):
-            raise ConfigError(f"{where}: train.warmup_steps={config.train.warmup_steps} leaves nothing of {key}")
-    longest = max(lesson.length for lesson in config.curriculum)
+            raise ConfigError(f"{key}: train.warmup_steps={config.train.warmup_steps} leaves nothing of the lesson")
     if config.model.seq_length < longest:
         raise ConfigError(
             f"{where}: model.seq_length={config.model.seq_length} is below the longest lesson, which has {longest}"

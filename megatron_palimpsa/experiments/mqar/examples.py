@@ -14,12 +14,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron_palimpsa.experiments.mqar.config import MOST_NUMBERS
+
 _AT_ONCE = 1024
 _SIGN = 1 << 63
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_LARGEST_WIDTH = 1 << 24
-"""Random numbers that an example may need of one kind."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _gaps(stream: str, index: Tensor, shape: Shape) -> Tensor:
 def _random(stream: str, index: Tensor, width: int) -> Tensor:
     """[N, width] random int64 that depend on the stream, the example's number and the column alone (SplitMix64)."""
     start = int.from_bytes(hashlib.sha256(f"mqar/{stream}".encode()).digest()[:8], "little")
-    counter = index[:, None] * _LARGEST_WIDTH + torch.arange(width, device=index.device)
+    counter = index[:, None] * MOST_NUMBERS + torch.arange(width, device=index.device)
     mixed = counter * _signed(_GOLDEN) + _signed(start)
     for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
         mixed = (mixed ^ _shifted(mixed, shift)) * _signed(multiplier)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_palimpsa.config import ConfigError, read_as, read_tree, write_yaml
 from megatron_palimpsa.experiments.mqar.config import SweepConfig, settings
+from megatron_palimpsa.experiments.mqar.files import lock, write_whole
 
 SETTINGS = "settings.yaml"
 _ANY_SELECTION = {"lrs": [1.0], "seeds": [0]}
@@ -18,7 +18,23 @@ def claim_folders(configs: Sequence[SweepConfig]) -> None:
     """Make each sweep's folder with its settings, or see that those in it are the same.
 
     Raises:
-        ConfigError: the sweeps do not have one `output_dir` and a name each; a folder holds runs with other settings.
+        ConfigError: as `common_folder`; a folder holds runs with other settings.
+    """
+    common_folder(configs)
+    for config in configs:
+        _check_settings(config)
+    for config in configs:
+        with lock(config.folder, wait=True):
+            # Another process may have had the folder in between.
+            if not _check_settings(config):
+                write_whole(config.folder / SETTINGS, write_yaml(settings(config)).encode())
+
+
+def common_folder(configs: Sequence[SweepConfig]) -> str:
+    """The `output_dir` of all.
+
+    Raises:
+        ConfigError: the sweeps do not have one `output_dir` and a name each.
     """
     places = list(dict.fromkeys(config.output_dir for config in configs))
     if len(places) > 1:
@@ -26,24 +42,25 @@ def claim_folders(configs: Sequence[SweepConfig]) -> None:
     names = [config.name for config in configs]
     if len(set(names)) < len(names):
         raise ConfigError(f"two recipes have one folder: their names are {', '.join(names)}")
-    for config in configs:
-        _check_settings(config)
-    for config in configs:
-        file = config.folder / SETTINGS
-        if not file.exists():
-            config.folder.mkdir(parents=True, exist_ok=True)
-            temporary = file.with_name(f".settings.{os.getpid()}.tmp")
-            temporary.write_text(write_yaml(settings(config)))
-            temporary.replace(file)
+    return places[0]
 
 
 def sweeps_in(output_dir: str) -> list[SweepConfig]:
     """Every sweep in the folder by name, its selection of runs aside.
 
     Raises:
-        ConfigError: settings cannot be read.
+        ConfigError: settings cannot be read, or are those of another folder.
     """
-    return [_read(file, output_dir) for file in sorted(Path(output_dir).glob(f"*/{SETTINGS}"))]
+    configs = []
+    for file in sorted(Path(output_dir).glob(f"*/{SETTINGS}")):
+        config = _read(file, output_dir)
+        if config.folder != file.parent:
+            raise ConfigError(
+                f"{file} is of the sweep {config.name}, whose folder is {config.folder}; give the folder that name "
+                f"back, or move a copy out of {output_dir}"
+            )
+        configs.append(config)
+    return configs
 
 
 def _read(file: Path, output_dir: str) -> SweepConfig:
@@ -52,10 +69,16 @@ def _read(file: Path, output_dir: str) -> SweepConfig:
     return read_as(SweepConfig, tree, str(file))
 
 
-def _check_settings(config: SweepConfig) -> None:
+def _check_settings(config: SweepConfig) -> bool:
+    """-> whether the folder has the settings already."""
     file = config.folder / SETTINGS
     if not file.exists():
-        return
+        if next(config.folder.glob("lr-*-seed-*/[!.]*"), None) is not None:
+            raise ConfigError(
+                f"{config.folder} holds runs, but no {SETTINGS} that says what of; give the sweep another name or "
+                f"output_dir, or remove that folder to start anew"
+            )
+        return False
     before, now = _flat(settings(_read(file, config.output_dir))), _flat(settings(config))
     differing = [
         f"{key}={now.get(key)!r} (there {before.get(key)!r})"
@@ -67,6 +90,7 @@ def _check_settings(config: SweepConfig) -> None:
             f"{config.folder} holds runs with other settings: {', '.join(differing)}; "
             f"give the sweep another name or output_dir, or remove that folder to start anew"
         )
+    return True
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

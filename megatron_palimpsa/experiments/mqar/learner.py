@@ -134,10 +134,10 @@ class Learner:
         """Go on from what `state` gave; moments stay zero where a lesson begins.
 
         Raises:
-            KeyError: a tensor is missing.
+            ValueError: a tensor is missing, or has another shape or dtype.
         """
         for name, master in self._masters.items():
-            master.copy_(tensors[f"weights.{name}"])
+            master.copy_(_stored(tensors, f"weights.{name}", master.shape))
         self._copy_to_model()
         self.begin_lesson()
         if not with_moments:
@@ -147,7 +147,10 @@ class Learner:
             if not self._optimizer.defaults["fused"]:
                 place["step"] = torch.device("cpu")
             self._optimizer.state[master] = {
-                kind: tensors[f"{kind}.{name}"].to(place[kind], copy=True) for kind in _MOMENTS
+                kind: _stored(tensors, f"{kind}.{name}", master.shape if kind != "step" else torch.Size()).to(
+                    place[kind], copy=True
+                )
+                for kind in _MOMENTS
             }
 
     @torch.no_grad()
@@ -161,6 +164,13 @@ def lr_fraction(step: int, steps: int, warmup_steps: int) -> float:
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / (steps - warmup_steps)))
+
+
+def _stored(tensors: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor:
+    tensor = tensors.get(name)
+    if tensor is None or tensor.shape != shape or tensor.dtype != torch.float32:
+        raise ValueError(f"it has no {name} in fp32 of shape {list(shape)}")
+    return tensor
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

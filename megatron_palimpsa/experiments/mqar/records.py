@@ -6,18 +6,18 @@ of the same epoch, and in `result.json` once the run is finished.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
-import os
+import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_palimpsa.config import ConfigError
 from megatron_palimpsa.experiments.mqar.config import Lesson, SweepConfig
+from megatron_palimpsa.experiments.mqar.files import lock, write_whole
 
 Record = dict[str, Any]
 """Of an epoch: lesson, length, pairs, epoch (both from 0), train_loss, accuracy, loss, memory, tokens, seconds."""
@@ -47,17 +47,9 @@ class Run:
     def name(self) -> str:
         return f"{self.config.name} lr {self.lr!r} seed {self.seed}"
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[bool]:
-        """Whether this process has the run to itself; the kernel lets go of the lock however the process ends."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / ".lock").open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            yield True
+    def locked(self) -> AbstractContextManager[bool]:
+        """Whether this process has the run to itself."""
+        return lock(self.folder, wait=False)
 
 
 def runs_of(config: SweepConfig) -> list[Run]:
@@ -69,11 +61,18 @@ def read_result(run: Run) -> dict[str, Any] | None:
     """What a finished run noted; None while it is not finished.
 
     Raises:
-        ConfigError: the file is not readable.
+        ConfigError: the file is not readable, or of another run.
     """
     try:
         result = json.loads(run.result.read_text())
-        return {**result, "records": list(result["records"])}
+        records = list(result["records"])
+        of = result["model"], result["lr"], result["seed"]
+        if of != (run.config.name, run.lr, run.seed):
+            raise ValueError("it is of {} lr {} seed {}".format(*of))
+        _check_records(run.config, records)
+        if next_epoch(run.config, records) is not None:
+            raise ValueError(f"its {len(records)} epochs are not all of them")
+        return {**result, "records": records}
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -95,7 +94,10 @@ def read_records(run: Run) -> list[Record]:
         with run.checkpoint.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(min(length, run.checkpoint.stat().st_size)))
-        return list(json.loads(header["__metadata__"]["records"]))
+        records = list(json.loads(header["__metadata__"]["records"]))
+        if not records:
+            raise ValueError("it has no epoch")
+        _check_records(run.config, records)
     except FileNotFoundError:
         # Finished in this moment, or not begun.
         return (read_result(run) or {"records": []})["records"]
@@ -103,16 +105,30 @@ def read_records(run: Run) -> list[Record]:
         raise ConfigError(
             f"{run.checkpoint}: not readable as a run's checkpoint ({error}); remove it to train the run again"
         ) from None
+    return records
+
+
+def _check_records(config: SweepConfig, records: Sequence[Record]) -> None:
+    """Refuse what is not the curriculum's epochs from the first on.
+
+    Raises:
+        ValueError, TypeError, KeyError: says which epoch.
+    """
+    for number, record in enumerate(records):
+        place = next_epoch(config, records[max(number - 1, 0) : number])
+        if place is None or (record["lesson"], record["epoch"]) != place:
+            raise ValueError(f"epoch {number + 1} of its records is not one that follows in the curriculum")
+        lesson = config.curriculum[place[0]]
+        numbers = [record[key] for key in ("accuracy", "tokens", "seconds")]
+        numbers += [record[key] for key in ("train_loss", "loss") if record[key] is not None]
+        if (record["length"], record["pairs"]) != (lesson.length, lesson.pairs) or not all(map(math.isfinite, numbers)):
+            raise ValueError(f"epoch {number + 1} of its records has other sizes than its lesson, or no numbers")
+        dict(record["memory"])
 
 
 def write_result(run: Run, result: dict[str, Any]) -> None:
     """Appears whole or not at all; the checkpoint has served its purpose then."""
-    temporary = run.result.with_name(".result.json.tmp")
-    with temporary.open("w") as file:
-        file.write(json.dumps(result, indent=1, allow_nan=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(run.result)
+    write_whole(run.result, (json.dumps(result, indent=1, allow_nan=False) + "\n").encode())
     run.checkpoint.unlink(missing_ok=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_palimpsa.experiments.mqar import summary
+from megatron_palimpsa.experiments.mqar.files import lock, write_whole
 from megatron_palimpsa.experiments.mqar.folders import sweeps_in
 
 _TEXT = """# MQAR
@@ -39,15 +40,16 @@ def build(output_dir: str) -> Path | None:
     from megatron_palimpsa.experiments.mqar import pictures
 
     output = Path(output_dir) / "report"
-    output.mkdir(exist_ok=True)
     rows = summary.accuracies(runs)
-    summary.write_accuracy_csv(runs, output / "accuracy.csv")
-    summary.write_training_csv(runs, output / "training.csv")
-    pictures.draw_training(runs, output / "training.png")
-    if rows:
-        pictures.draw_accuracy(rows, output / "accuracy.png")
     text = summary.table(rows) if rows else "No lesson is finished yet."
     report = output / "report.md"
-    report.write_text(_TEXT.format(table=text))
+    # Several processes that worked on the sweep may come to its end together.
+    with lock(output, wait=True):
+        summary.write_accuracy_csv(runs, output / "accuracy.csv")
+        summary.write_training_csv(runs, output / "training.csv")
+        pictures.draw_training(runs, output / "training.png")
+        if rows:
+            pictures.draw_accuracy(rows, output / "accuracy.png")
+        write_whole(report, _TEXT.format(table=text).encode())
     print(f"\n{text}\n\nReport with pictures: {report}", flush=True)
     return report

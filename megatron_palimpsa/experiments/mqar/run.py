@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -25,6 +24,7 @@ from megatron_palimpsa.experiments.mqar.examples import (
     test_seed,
     train_seed,
 )
+from megatron_palimpsa.experiments.mqar.files import write_whole
 from megatron_palimpsa.experiments.mqar.learner import Learner, lr_fraction
 from megatron_palimpsa.experiments.mqar.records import (
     Record,
@@ -64,7 +64,7 @@ def train_run(run: Run, watch: Watch) -> bool:
     learner = Learner(config, run.lr, run.seed)
     if records:
         place = next_epoch(config, records)
-        learner.load(_read_tensors(run.checkpoint), with_moments=place is not None and place[1] > 0)
+        _load(run, learner, with_moments=place is not None and place[1] > 0)
     lesson_number, train, test = None, None, None
     while (place := next_epoch(config, records)) is not None:
         number, epoch = place
@@ -97,7 +97,7 @@ def train_run(run: Run, watch: Watch) -> bool:
                 "seconds": time.monotonic() - start,
             }
         )
-        _save(run.checkpoint, learner.state(), records)
+        _save(run, learner.state(), records)
         watch.epoch_done(run, records)
     write_result(
         run,
@@ -146,21 +146,35 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _save(path: Path, tensors: Mapping[str, Tensor], records: list[Record]) -> None:
+def _save(run: Run, tensors: Mapping[str, Tensor], records: list[Record]) -> None:
     """Weights, moments and records in one file, by one rename."""
-    metadata = {"records": json.dumps(records, allow_nan=False)}
-    content = save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, metadata)
-    temporary = path.with_name(".checkpoint.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    text = json.dumps(records, allow_nan=False)
+    metadata = {"records": text, "run": run.name, "sha256": _sha256(tensors, text)}
+    write_whole(run.checkpoint, save(tensors, metadata))
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def _load(run: Run, learner: Learner, with_moments: bool) -> None:
+    path = run.checkpoint
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        of = metadata.get("run", run.name)
+        if of != run.name:
+            raise ValueError(f"it is of {of}")
+        # The first checkpoints had none.
+        if metadata.get("sha256") not in (None, _sha256(tensors, metadata["records"])):
+            raise ValueError("its checksum is another")
+        learner.load(tensors, with_moments)
+    except (OSError, SafetensorError, ValueError) as error:
         raise ConfigError(f"{path}: damaged ({error}); remove it to train the run again") from None
+
+
+def _sha256(tensors: Mapping[str, Tensor], records: str) -> str:
+    """Of tensors on the CPU with their names and shapes, and of the records."""
+    digest = hashlib.sha256(records.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {list(tensor.shape)}".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()

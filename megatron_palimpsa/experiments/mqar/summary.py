@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 import re
 import statistics
@@ -13,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_palimpsa.experiments.mqar.config import SweepConfig
+from megatron_palimpsa.experiments.mqar.files import write_whole
 from megatron_palimpsa.experiments.mqar.records import Record, Run, lesson_is_over, read_records
 
-_FOLDER = re.compile(r"lr-(?P<lr>[0-9.e+-]+)-seed-(?P<seed>\d+)")
+_FOLDER = re.compile(r"lr-(?P<lr>\d+(\.\d+)?(e[+-]\d+)?)-seed-(?P<seed>\d+)")
 _MEMORY = ("window", "importance_ratio")
 
 
@@ -67,7 +69,10 @@ def read_runs(config: SweepConfig) -> list[RunRecords]:
     runs = []
     for folder in config.folder.glob("lr-*-seed-*"):
         if (name := _FOLDER.fullmatch(folder.name)) is not None:
-            runs.append(Run(config, float(name["lr"]), int(name["seed"])))
+            run = Run(config, float(name["lr"]), int(name["seed"]))
+            # Others are not ours: `lr-0.010-seed-0` is no second run of 0.01.
+            if run.folder == folder:
+                runs.append(run)
     runs.sort(key=lambda run: (run.seed, run.lr))
     found = [RunRecords(run, read_records(run)) for run in runs]
     return [item for item in found if item.records]
@@ -144,9 +149,8 @@ def write_training_csv(runs: Sequence[RunRecords], path: Path) -> None:
 
 
 def _write_csv(path: Path, fields: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(fields)
-        writer.writerows(rows)
-    temporary.replace(path)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(fields)
+    writer.writerows(rows)
+    write_whole(path, text.getvalue().encode())

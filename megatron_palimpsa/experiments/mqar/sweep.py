@@ -55,14 +55,17 @@ def work(runs: Sequence[Run], minutes: float | None, processes: int) -> None:
     progress = _Progress(runs, minutes, processes)
     parallel.initialize(ParallelConfig(distributed_optimizer=False), seed=0)
     with parallel.leaving():
-        for run in runs:
-            if read_result(run) is not None:
-                continue
-            with run.locked() as mine:
-                if not mine or read_result(run) is not None:
-                    continue
-                if not train_run(run, progress):
-                    return
+        trained = True
+        # Again as long as that took time: who held a run may have been killed meanwhile.
+        while trained:
+            trained = False
+            for run in unfinished(runs):
+                with run.locked() as mine:
+                    if not mine or read_result(run) is not None:
+                        continue
+                    if not train_run(run, progress):
+                        return
+                    trained = True
 
 
 def work_in_processes(arguments: Sequence[str], count: int) -> int:
@@ -136,7 +139,8 @@ def sweep(
     """Work on the sweeps until all runs are finished or the time is over; -> exit code.
 
     Args:
-        jobs: processes; more than one are started as `megatron-palimpsa ARGUMENTS`, which is to lead here again.
+        jobs: processes, no more than runs; more than one are started as `megatron-palimpsa ARGUMENTS`, which is to
+            lead here again.
         minutes: see `work`.
         worker_of: this process is one of so many that were started that way.
     """
@@ -144,9 +148,10 @@ def sweep(
     if worker_of is None:
         claim_folders(configs)
         logger.info("%d of %d runs are finished", len(runs) - len(unfinished(runs)), len(runs))
-    if unfinished(runs):
+    if left := unfinished(runs):
+        jobs = min(jobs, len(left))
         if jobs > 1 and worker_of is None:
-            if code := work_in_processes(arguments, jobs):
+            if code := work_in_processes([*arguments, "--worker-of", str(jobs)], jobs):
                 return code
         else:
             work(runs, minutes, worker_of or 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import pytest
 from helpers.mqar import write_recipe
 from matplotlib import pyplot as plt
 from palimpsa_launch import stages
+from safetensors.torch import save_file
 
+from megatron_palimpsa.config import ConfigError
 from megatron_palimpsa.experiments.mqar import pictures, report, summary
 from megatron_palimpsa.experiments.mqar.config import SweepConfig, load_sweep
+from megatron_palimpsa.experiments.mqar.files import lock
 from megatron_palimpsa.experiments.mqar.folders import claim_folders
-from megatron_palimpsa.experiments.mqar.records import Run
+from megatron_palimpsa.experiments.mqar.records import Run, write_result
 
 LENGTHS = ((0, 8, 2, 3), (1, 16, 3, 2))
 """Number, length, pairs and epochs of the tiny recipe's lessons."""
@@ -47,16 +51,15 @@ def epochs(accuracy: float, count: int, ratio: bool) -> list[dict[str, Any]]:
 def configs(tmp_path: Path) -> list[SweepConfig]:
     """Model a: seeds 0 and 1 at two learning rates; b: one seed that is still in its second lesson."""
     a, b = (load_sweep(write_recipe(tmp_path, name)) for name in ("a", "b"))
+    claim_folders([a, b])
     for seed, lr, accuracy in ((0, 0.01, 0.6), (0, 0.02, 0.8), (1, 0.01, 0.4), (1, 0.02, 0.3)):
-        write(Run(a, lr, seed), epochs(accuracy, 5, ratio=True))
-    write(Run(b, 0.001, 0), epochs(0.5, 4, ratio=False))
-    return [a, b]
-
-
-def write(run: Run, records: list[dict[str, Any]]) -> None:
-    claim_folders([run.config])
+        run = Run(a, lr, seed)
+        run.folder.mkdir()
+        write_result(run, {"model": "a", "lr": lr, "seed": seed, "records": epochs(accuracy, 5, ratio=True)})
+    run = Run(b, 0.001, 0)
     run.folder.mkdir()
-    run.result.write_text(json.dumps({"records": records}))
+    save_file({}, run.checkpoint, {"records": json.dumps(epochs(0.5, 4, ratio=False))})
+    return [a, b]
 
 
 def test_each_seed_counts_with_the_learning_rate_that_is_best_for_it(configs: list[SweepConfig]) -> None:
@@ -126,6 +129,31 @@ def test_pictures_show_the_numbers(configs: list[SweepConfig], monkeypatch: pyte
     assert of_loss[0].get_ydata().tolist() == [pytest.approx(2.45)] * 5
     for figure in figures:
         plt.close(figure)
+
+
+def test_other_folders_are_no_runs(configs: list[SweepConfig]) -> None:
+    of_a = configs[0].folder
+    (of_a / "lr-0.01-seed-0").rename(of_a / "lr-0.010-seed-0")
+    (of_a / "lr-1.-.-seed-0").mkdir()
+    assert [(item.run.lr, item.run.seed) for item in summary.read_runs(configs[0])] == [(0.02, 0), (0.01, 1), (0.02, 1)]
+
+
+def test_a_copied_sweep_does_not_count_twice(configs: list[SweepConfig]) -> None:
+    shutil.copytree(configs[0].folder, configs[0].folder.with_name("a-before"))
+    with pytest.raises(ConfigError, match=r"a-before/settings\.yaml is of the sweep a, whose folder is .*/runs/a;"):
+        report.build(configs[0].output_dir)
+
+
+def test_one_process_at_a_time_writes_the_report(configs: list[SweepConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    free = []
+
+    def look(runs: object, path: Path) -> None:
+        with lock(path.parent, wait=False) as mine:
+            free.append(mine)
+
+    monkeypatch.setattr(summary, "write_training_csv", look)
+    assert report.build(configs[0].output_dir) is not None
+    assert free == [False]
 
 
 def test_no_epoch_no_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

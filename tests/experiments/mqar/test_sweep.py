@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from helpers.runs import run_ranks
 from safetensors.torch import load_file
 
 from megatron_palimpsa import cli
-from megatron_palimpsa.experiments.mqar import report
+from megatron_palimpsa.experiments.mqar import report, sweep
 from megatron_palimpsa.experiments.mqar import run as run_module
 from megatron_palimpsa.experiments.mqar.config import load_sweep
 from megatron_palimpsa.experiments.mqar.examples import Examples, Shape, make_examples, train_seed
@@ -233,22 +234,23 @@ def test_time_and_other_processes_are_respected(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.usefixtures("no_training")
-def test_damaged_files_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_whose_holder_was_killed_is_taken_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, killed = write_recipe(tmp_path), contextlib.ExitStack()
+    killed.enter_context(only_run(recipe).locked())
+    monkeypatch.setattr(_NoTraining, "begin_lesson", lambda self: killed.close())
+    assert mqar(recipe, "sweep.seeds=[0,1]") == 0
+    assert _NoTraining.seen == ["0.01 1", "0.01 0"]
+
+
+@pytest.mark.usefixtures("no_training")
+def test_no_more_processes_than_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[list[str], int]] = []
+    monkeypatch.setattr(sweep, "work_in_processes", lambda arguments, count: started.append((arguments[-2:], count)))
     recipe = write_recipe(tmp_path)
-    run = only_run(recipe)
-    run.folder.mkdir(parents=True)
-    for path, content in (
-        (run.checkpoint, b""),
-        (run.checkpoint, b"\x08\0\0\0\0\0\0\0{}      "),
-        (run.result, b"{"),
-        (run.result, b"[]"),
-    ):
-        path.write_bytes(content)
-        assert mqar(recipe) == 2
-        (message,) = capsys.readouterr().err.splitlines()
-        assert str(path) in message
-        assert "remove it to train the run again" in message
-        path.unlink()
+    assert mqar(recipe, "sweep.seeds=[0,1,2]", "--jobs", "100000") == 75
+    assert started == [(["--worker-of", "3"], 3)]
+    assert mqar(recipe, "--jobs", "100000") == 0
+    assert (len(started), _NoTraining.seen) == (1, ["0.01 0"])
 
 
 def test_a_run_that_diverges_ends_there(tmp_path: Path) -> None:
@@ -261,8 +263,8 @@ def test_a_run_that_diverges_ends_there(tmp_path: Path) -> None:
 
 
 def test_runs_take_turns_by_seed(tmp_path: Path) -> None:
-    sweep = {"lrs": [0.01, 0.02], "seeds": [3, 1]}
-    configs = [load_sweep(write_recipe(tmp_path, name, sweep=sweep)) for name in ("a", "b")]
+    runs = {"lrs": [0.01, 0.02], "seeds": [3, 1]}
+    configs = [load_sweep(write_recipe(tmp_path, name, sweep=runs)) for name in ("a", "b")]
     assert [(run.seed, run.lr, run.config.name) for run in in_turn(configs)] == [
         (seed, lr, name) for seed in (3, 1) for lr in (0.01, 0.02) for name in ("a", "b")
     ]
@@ -295,11 +297,17 @@ def test_a_lesson_may_end_early(tmp_path: Path) -> None:
         ("curriculum.0=1", "curriculum"),
         ("model.pattern=PX", "model.pattern='PX': unknown letter 'X'"),
         ("model.seq_length=8", "model.seq_length=8 is below the longest lesson, which has 16"),
+        ("model.vocab_size=1", "curriculum.0.pairs=2: model.vocab_size=1 has 0 keys"),
+        ("model.vocab_size=100M", "model.vocab_size=100000000 is above 16777216, behind which examples"),
+        ("train.examples=1000000000000", "train.examples=1000000000000 is above 549755813888"),
+        ("task.power=1000", "task.power=1000: Input should be less than or equal to 10"),
+        ("name=report", "name='report' is the folder of the report"),
         ("model.vocab_size=6", "curriculum.1.pairs=3: model.vocab_size=6 has 2 keys"),
         ("train.examples=3", "curriculum.0.batch_size=4 is above train.examples=3"),
-        ("train.warmup_steps=6", "train.warmup_steps=6 leaves nothing of"),
+        ("train.warmup_steps=6", "curriculum.0: train.warmup_steps=6 leaves nothing of the lesson\n"),
         ("sweep.seeds=[1,1]", "sweep.seeds=[1, 1] names one twice"),
         ("sweep.lrs=[]", "sweep.lrs=[]"),
+        ("sweep.lrs=[0]", "sweep.lrs.0=0: Input should be greater than 0\n"),
         ("task.fill=blank", "unknown key 'task.fill'; known keys are filler, power"),
         ("curriculum=[{length: 10, pairs: 3, epochs: 1, batch_size: 1}]", "length=10 must be even and at least"),
         ("curriculum=[{length: 8, pairs: 1, epochs: 1, batches: 1}]", "known keys are length, pairs, epochs"),
@@ -316,6 +324,7 @@ def test_wrong_recipes_are_one_message_and_leave_nothing(
     error = capsys.readouterr().err
     assert expected in error
     assert "Traceback" not in error
+    assert "validation" not in error or "[]" in error
     assert not (tmp_path / "runs").exists()
 
 
@@ -327,6 +336,8 @@ def test_two_recipes_of_one_name_or_of_two_places_are_refused(
     assert mqar(one, same) == 2
     assert "two recipes have one folder" in capsys.readouterr().err
     assert mqar(one, elsewhere) == 2
+    assert "recipes write to different folders" in capsys.readouterr().err
+    assert mqar(one, elsewhere, "--report") == 2
     assert "recipes write to different folders" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
