@@ -8,7 +8,9 @@ the settings, shell assignments whose values are quoted.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import os
 import re
 import shlex
 import string
@@ -76,8 +78,13 @@ def render_task(
 
 
 def job_name(output_dir: str, name: str) -> str:
-    """A job's name says its run and its step: SLURM lets one of that name run at a time."""
-    return re.sub(r"[^A-Za-z0-9_.-]", "_", f"{Path(output_dir).resolve().name}.{name}")
+    """A job's name says its run and its step: SLURM lets one of that name run at a time.
+
+    A few digits of the whole path keep runs of one name in different folders apart.
+    """
+    run = Path(output_dir).resolve()
+    of_path = hashlib.sha256(os.fsencode(run)).hexdigest()[:6]
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", f"{run.name}-{of_path}.{name}")
 
 
 def check_syntax(script: str) -> None:

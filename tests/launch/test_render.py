@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from palimpsa_launch.job import load_job
-from palimpsa_launch.render import render_stage, render_task
+from palimpsa_launch.render import job_name, render_stage, render_task
 
 from megatron_palimpsa.config import ConfigError
 
@@ -184,3 +185,13 @@ def test_task_gets_its_command_its_share_and_a_log_of_its_own():
     alone = task(marker=Path("/runs/it's done"))
     assert '#SBATCH --output="/runs/a stage/logs/job-%j.log"' in alone
     assert shell_values(alone, "tasks", "marker") == ["", "/runs/it's done"]
+
+
+def test_runs_of_one_name_in_different_folders_do_not_wait_for_each_other(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    name = job_name("runs/demo", "pretrain")
+    assert re.fullmatch(r"demo-[0-9a-f]{6}\.pretrain", name)
+    assert job_name("link/runs/demo", "pretrain") == name
+    assert job_name("other/demo", "pretrain") != name
+    assert job_name("runs/demo", "pretrain.evaluation").startswith(f"{name}.")
