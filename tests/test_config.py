@@ -65,6 +65,12 @@ def test_overrides_reach_into_sections_and_win(stage_file):
     assert (config.train.micro_batch_size, config.name, config.logging.wandb_project) == (2, "other", "demo")
 
 
+def test_a_pattern_may_begin_with_attention(stage_file):
+    model = ["model.num_attention_heads=4", "model.ffn_hidden_size=64"]
+    assert load_stage(stage_file, ["model.pattern=*-*-", *model]).model.layers == "*-*-"
+    assert 'model.pattern="*\'- *"' in refusal(stage_file, "model.pattern=*'- *")
+
+
 def test_base_is_merged_key_by_key_and_relative_to_its_file(tmp_path, stage_file):
     (tmp_path / "sub").mkdir()
     child = tmp_path / "sub" / "child.yaml"

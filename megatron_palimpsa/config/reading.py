@@ -117,6 +117,9 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(child, dict):
             raise ConfigError(f"override {override!r}: {section!r} is not a section")
         tree = child
+    if text.startswith("*"):
+        # `model.pattern=*-*-`: an alias, which YAML would read, has no anchor here to be of.
+        text = "'" + text.replace("'", "''") + "'"
     tree[name] = parse_yaml(text, f"override {override!r}")
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from palimpsa_data.tokenizers.json_file import TOKENIZER_CONFIG
 from torch import Tensor
@@ -35,7 +35,12 @@ _SAID_EVERY = 10.0
 
 
 def untrained_stage(
-    section: dict[str, Any], output: Path, tokenizer: Path | None, where: str, seed: int = StageConfig.seed
+    section: dict[str, Any],
+    output: Path,
+    tokenizer: Path | None,
+    where: str,
+    seed: int = StageConfig.seed,
+    precision: Literal["bf16", "fp32"] = "bf16",
 ) -> StageConfig:
     """The configuration of a stage `output` that has weights and was not trained.
 
@@ -43,6 +48,7 @@ def untrained_stage(
         section: its `model:` section, where `seq_length` may be missing.
         tokenizer: the file that `complete` copies, whose name it takes over, with the settings beside it.
         where: of the model, for messages.
+        precision: that the model is meant for; its checkpoint holds fp32.
 
     Raises:
         ConfigError: the section says no model.
@@ -57,7 +63,7 @@ def untrained_stage(
             "valid_blend": "",
             "tokenizer": "" if tokenizer is None else str(output / tokenizer.name),
         },
-        "train": {"tokens": model["seq_length"], "global_batch_tokens": model["seq_length"]},
+        "train": {"tokens": model["seq_length"], "global_batch_tokens": model["seq_length"], "precision": precision},
         "optimizer": {"lr": 1e-4, "warmup_steps": 0},
         "seed": seed,
     }

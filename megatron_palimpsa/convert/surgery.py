@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -67,7 +67,8 @@ def turn_layers(
     before, after = there.config.model, turn.of(there.config.model)
     settings = dataclasses.asdict(after)
     seed = there.config.seed if seed is None else seed
-    stage = untrained_stage(settings, output, there.tokenizer, f"{source} -> {output}", seed)
+    precision: Literal["bf16", "fp32"] = "fp32" if there.config.train.precision == "fp32" else "bf16"
+    stage = untrained_stage(settings, output, there.tokenizer, f"{source} -> {output}", seed, precision)
     tokens, sample = read_document(text, there.tokenizer, after.vocab_size)
     require_intact(there.checkpoint)
     kinds = tuple(PREFIXES) if there.optimizer_steps else ("weight",)

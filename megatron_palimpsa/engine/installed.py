@@ -1,10 +1,10 @@
-"""Whether the package behind an engine is there, known without importing it."""
+"""Whether the packages behind an engine and behind layers are there; nothing is imported that is not asked for."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
-from megatron_palimpsa.config import ConfigError, StageConfig
+from megatron_palimpsa.config import ConfigError, ModelConfig, StageConfig
 
 
 def require_engine(config: StageConfig) -> None:
@@ -14,3 +14,11 @@ def require_engine(config: StageConfig) -> None:
             "parallel.engine=deepspeed: DeepSpeed is not installed; in this project's folder DS_BUILD_OPS=0 "
             ".venv/bin/pip install -e '.[deepspeed]' -c constraints.txt, or set parallel.engine=megatron"
         )
+
+
+def require_layers(model: ModelConfig) -> None:
+    """Raises ConfigError where layers of the model need kernels or a GPU that this machine lacks."""
+    if "G" in model.layers:
+        from megatron_palimpsa.model.gated_delta_net import require_kernels
+
+        require_kernels()

@@ -20,7 +20,7 @@ from megatron_palimpsa.evaluation.documents import Text, read_documents
 from megatron_palimpsa.evaluation.results import require_same, weights_sha256
 from megatron_palimpsa.evaluation.scorer import Scorer
 from megatron_palimpsa.evaluation.spans import Span
-from megatron_palimpsa.inference import opened
+from megatron_palimpsa.inference import load_tokenizer, opened, settings_of
 from megatron_palimpsa.training.validation import position_edges
 
 logger = logging.getLogger(__name__)
@@ -75,12 +75,13 @@ def compare(
         tokenizer: in place of the models' own.
 
     Raises:
-        ConfigError, DataError: a model or the text cannot be read, the models have different tokenizers, or `output`
-            holds results of other models, text or settings.
+        ConfigError, DataError: a model or the text cannot be read, the models have different tokenizers or precisions,
+            or `output` holds results of other models, text or settings.
     """
     from megatron_palimpsa.evaluation import nll_picture
 
     edges = position_edges(source.length - 1) if bins is None else _even_edges(source.length - 1, bins)
+    _check_comparable(models, precision, tokenizer)
     sums: list[Sums] = []
     settings: list[dict[str, Any]] = []
     for name, model in zip("ab", models, strict=True):
@@ -97,10 +98,6 @@ def compare(
                     "edges": edges,
                 }
             )
-            if settings[0]["tokenizer"] != settings[-1]["tokenizer"]:
-                raise ConfigError(
-                    f"{models[0]} and {models[1]} have different tokenizers: losses a token do not compare"
-                )
             sums.append(_measured(output / f"model-{name}.npz", settings[-1], scorer, documents, edges))
     a, b = sums
     result = summarize(a, b, edges)
@@ -119,6 +116,19 @@ def compare(
         *(of_all.documents, of_all.tokens, of_all.a, of_all.b, of_all.difference, of_all.low, of_all.high),
     )
     return result
+
+
+def _check_comparable(models: tuple[Path, Path], precision: str | None, tokenizer: Path | None) -> None:
+    """Refuse, before the first model is measured, what would not compare with it."""
+    a, b = (settings_of(model) for model in models)
+    if precision is None and a.train.precision != b.train.precision:
+        raise ConfigError(
+            f"{models[0]} is a model in {a.train.precision} and {models[1]} one in {b.train.precision}, which changes "
+            f"losses too; --precision bf16 or fp32 measures both in one"
+        )
+    loaded = [load_tokenizer(config, tokenizer) for config in (a, b)]
+    if len({it.sha256 for it in loaded if it is not None}) > 1:
+        raise ConfigError(f"{models[0]} and {models[1]} have different tokenizers: losses a token do not compare")
 
 
 def _measured(

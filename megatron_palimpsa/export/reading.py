@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,8 +57,7 @@ class Exported:
 
     def stage(self, output: Path) -> StageConfig:
         """A stage `output` with this model, in its dtype, and with a copy of the tokenizer."""
-        stage = untrained_stage(self.section, output, self.tokenizer, str(self.folder))
-        return dataclasses.replace(stage, train=dataclasses.replace(stage.train, precision=self.dtype))
+        return untrained_stage(self.section, output, self.tokenizer, str(self.folder), precision=self.dtype)
 
     @cached_property
     def _lines(self) -> dict[str, Tensors]:

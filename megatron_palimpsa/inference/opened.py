@@ -17,11 +17,11 @@ from megatron_palimpsa import parallel
 from megatron_palimpsa.config import ParallelConfig, StageConfig, load_stage
 from megatron_palimpsa.engine.boxes import ReadBox
 from megatron_palimpsa.engine.optimizer_state import load_weights, locals_of
-from megatron_palimpsa.export.reading import is_export, open_export
+from megatron_palimpsa.export.reading import Exported, is_export, open_export
 from megatron_palimpsa.model import build_model
 from megatron_palimpsa.training.checkpoint_format import Reader
 from megatron_palimpsa.training.checkpoint_state import require_same_model
-from megatron_palimpsa.training.saved import find_saved, is_stage
+from megatron_palimpsa.training.saved import find_saved, folder_of, is_stage
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,12 @@ def opened(
         DataError: the tokenizer cannot be read.
     """
     config, read, path = _find(source)
+    loaded_tokenizer = load_tokenizer(config, tokenizer)
     config = dataclasses.replace(
         config,
         parallel=ParallelConfig(distributed_optimizer=False),
         train=dataclasses.replace(config.train, precision=precision or config.train.precision, recompute="none"),
     )
-    tokenizer_file = tokenizer or (Path(config.data.tokenizer) if config.data.tokenizer else None)
-    loaded_tokenizer = None if tokenizer_file is None else tokenizers.load(tokenizer_file)
     parallel.initialize(config.parallel, config.seed)
     try:
         model = build_model(config).eval()
@@ -72,15 +71,39 @@ def opened(
         parallel.destroy()
 
 
+def settings_of(source: Path) -> StageConfig:
+    """The configuration of the model that `opened` gives, without a look at a stage's checkpoints.
+
+    Raises:
+        ConfigError: the folder holds neither a stage nor an exported model.
+    """
+    if not is_stage(source) and is_export(source):
+        return _exported_stage(source, open_export(source))
+    return load_stage(folder_of(source).config)
+
+
+def load_tokenizer(config: StageConfig, tokenizer: Path | None = None) -> Tokenizer | None:
+    """That of a stage, or the one in the file `tokenizer` in its place; None where there is neither.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    file = tokenizer or (Path(config.data.tokenizer) if config.data.tokenizer else None)
+    return None if file is None else tokenizers.load(file)
+
+
 def _find(source: Path) -> tuple[StageConfig, ReadBox, Path]:
     """The model's configuration, what reads its weights, and where they lie."""
     if not is_stage(source) and is_export(source):
         exported = open_export(source)
-        # Its own name need not be one of a stage.
-        config = exported.stage(source.parent / "exported")
-        data = dataclasses.replace(config.data, tokenizer=str(exported.tokenizer or ""))
-        return dataclasses.replace(config, data=data), exported.read, source
+        return _exported_stage(source, exported), exported.read, source
     folder, path = find_saved(source)
     config = load_stage(folder.config)
     require_same_model(path, config.model)
     return config, Reader(path).read, path
+
+
+def _exported_stage(source: Path, exported: Exported) -> StageConfig:
+    # Its own name need not be one of a stage.
+    config = exported.stage(source.parent / "exported")
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=str(exported.tokenizer or "")))

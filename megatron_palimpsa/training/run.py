@@ -8,7 +8,7 @@ import os
 
 from megatron_palimpsa import launcher
 from megatron_palimpsa.config import StageConfig, check_stage
-from megatron_palimpsa.engine.installed import require_engine
+from megatron_palimpsa.engine.installed import require_engine, require_layers
 from megatron_palimpsa.training import advice, plan
 from megatron_palimpsa.training.console import clock
 from megatron_palimpsa.training.data import StageData
@@ -45,6 +45,7 @@ def train(config: StageConfig) -> ExitCode:
     launcher.require_meeting_place()
     stop = StopControl(config.train, file=launcher.stop_file(), save_file=folder.save_now)
     source, data = _check_inputs(config, folder)
+    require_layers(config.model)
     is_main = launcher.rank() == 0
     # Listening begins before the slow start: a signal during it is obeyed before the first step.
     # A job that is requeued may find ranks of its last attempt that have not noticed yet that their node is lost.

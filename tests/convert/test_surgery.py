@@ -146,6 +146,11 @@ def test_the_way_back_gives_every_bit_back(runs: Path, tmp_path: Path) -> None:
         assert report(runs / "back")["importance"][key] == pytest.approx(expected, rel=1e-4)
 
 
+def test_the_new_stage_is_in_the_precision_of_the_old_one(runs: Path) -> None:
+    precisions = [load_stage(runs / name / "config.yaml").train.precision for name in ("trained", "surgery", "back")]
+    assert precisions == ["fp32"] * 3
+
+
 def test_the_way_back_is_of_all_layers_with_importance_unless_told(runs: Path) -> None:
     model = load_stage(runs / "surgery" / "config.yaml").model
     assert Turn(WITHOUT_IMPORTANCE).of(model).pattern == "M*MM-LL"

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
+from helpers.bpe import write_tokenizer
 from helpers.random_stage import write_random_stage
 from palimpsa_data import tokenizers
 from palimpsa_data.sets import SetReader
@@ -153,18 +155,33 @@ def test_documents_of_blends_come_in_proportion_and_streams_in_equal_pieces(tiny
     assert max(len(ids) for ids in read_documents(Text(blend=blend, length=50), tokenizer)) == 50
 
 
-def test_wrong_input_is_one_message(
+def of_settings(stage: Path, folder: Path, **changes: Any) -> Path:
+    """A folder with a stage's configuration, changed, and nothing else."""
+    config = yaml.safe_load((stage / "config.yaml").read_text())
+    for section, values in changes.items():
+        config[section].update(values)
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def test_wrong_input_is_one_message_before_the_first_model_is_measured(
     evaluated_stage: Path, tiny_data: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refusal(*changes: str) -> str:
+    def refusal(*changes: str, b: Path = evaluated_stage) -> str:
         output = tmp_path / "nll"
-        assert (
-            cli.main(["eval", "nll", *map(str, [evaluated_stage, evaluated_stage]), "--output", str(output), *changes])
-            == 2
-        )
+        assert cli.main(["eval", "nll", str(evaluated_stage), str(b), "--output", str(output), *changes]) == 2
         assert not output.exists()
         (message,) = capsys.readouterr().err.splitlines()
         return message
+
+    text = ("--text", str(texts), "--text-column", "body")
+    assert "absent: holds no stage" in refusal(*text, b=tmp_path / "absent")
+    rounded = of_settings(evaluated_stage, tmp_path / "rounded", train={"precision": "bf16"})
+    assert f"{evaluated_stage} is a model in fp32 and {rounded} one in bf16" in refusal(*text, b=rounded)
+    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    worded = of_settings(evaluated_stage, tmp_path / "worded", data={"tokenizer": str(tokenizer)})
+    assert "have different tokenizers" in refusal(*text, b=worded)
 
     assert "absent" in refusal("--text", "absent.jsonl")
     assert "--bins 9: more than the 4 predicted positions" in refusal(

@@ -5,11 +5,14 @@ import torch
 from helpers import reference_model
 from helpers.gated_delta_net import pytorch_kernels as pytorch_kernels
 from helpers.models import randomise
+from helpers.mqar import write_recipe
+from helpers.runs import write_stage
 from helpers.single_process import single_process as single_process
 from helpers.stages import random_batch, tiny_stage
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.ssm.gated_delta_net import common
 
+from megatron_palimpsa import cli
 from megatron_palimpsa.config import ConfigError
 from megatron_palimpsa.model import build_model, forward_loss
 from megatron_palimpsa.model.naming import global_parameters
@@ -56,6 +59,19 @@ def test_where_it_cannot_run_it_is_refused_by_name(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         with pytest.raises(ConfigError, match=message):
             build_model(tiny_stage(model=MODEL))
+
+
+def test_where_it_cannot_run_nothing_is_written(monkeypatch, tmp_path, tiny_data, capsys):
+    monkeypatch.setattr(common, "HAVE_FLA", False)
+    (tmp_path / "stage").mkdir()
+    stage = write_stage(tmp_path / "stage", tiny_data, model=MODEL)
+    sweep = write_recipe(tmp_path, model={"pattern": "GP"})
+    assert cli.main(["train", str(stage), "--dry-run"]) == 0
+    before = sorted(tmp_path.rglob("*"))
+    for command in (["train", str(stage)], ["mqar", str(sweep)]):
+        assert cli.main(command) == 2
+        assert "need flash-linear-attention" in capsys.readouterr().err
+        assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megatron_palimpsa.engine.installed import require_layers
 from megatron_palimpsa.experiments.mqar.config import Lesson, SweepConfig
 from megatron_palimpsa.experiments.mqar.folders import claim_folders
 from megatron_palimpsa.experiments.mqar.records import (
@@ -146,6 +147,8 @@ def sweep(
     """
     runs = in_turn(configs)
     if worker_of is None:
+        for config in configs:
+            require_layers(config.model)
         claim_folders(configs)
         logger.info("%d of %d runs are finished", len(runs) - len(unfinished(runs)), len(runs))
     if left := unfinished(runs):
@@ -155,4 +158,8 @@ def sweep(
                 return code
         else:
             work(runs, minutes, worker_of or 1)
-    return ExitCode.SAVED_AND_STOPPED if unfinished(runs) else ExitCode.COMPLETE
+    if not (left := unfinished(runs)):
+        return ExitCode.COMPLETE
+    if worker_of is None:
+        logger.info("%d of %d runs are left: the same command goes on with them", len(left), len(runs))
+    return ExitCode.SAVED_AND_STOPPED

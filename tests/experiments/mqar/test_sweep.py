@@ -220,6 +220,7 @@ def test_time_and_other_processes_are_respected(tmp_path: Path, capsys: pytest.C
     recipe = write_recipe(tmp_path)
     # A ten-thousandth of a second is over when everything is loaded.
     assert mqar(recipe, "--minutes", "1e-6") == 75
+    assert "1 of 1 runs are left: the same command goes on with them" in capsys.readouterr().out
     run = only_run(recipe)
     assert read_records(run) == []
     with run.locked() as mine:
