@@ -18,6 +18,12 @@ class Attempt:
 
     folder: Path
 
+    @property
+    def job(self) -> str | None:
+        """SLURM's number; None on this machine."""
+        job = self.folder.name.partition("-")[0]
+        return None if job == "local" else job
+
     def log(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.log"
 

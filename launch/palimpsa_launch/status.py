@@ -11,7 +11,7 @@ from megatron_palimpsa.config import StageConfig
 from megatron_palimpsa.training.console import clock, short_count
 from megatron_palimpsa.training.run_folder import RunFolder
 from palimpsa_launch import preparation, slurm
-from palimpsa_launch.attempts import last_words, read_text
+from palimpsa_launch.attempts import Attempt, last_words, read_text
 from palimpsa_launch.runs import RunStep
 
 _HEADER = ("stage", "state", "job", "step", "loss", "tokens/s", "left")
@@ -68,7 +68,7 @@ def _status(step: RunStep, before: Sequence[StepStatus], ended: dict[str, str]) 
     if main is not None and main.is_running:
         return StepStatus(step, "running")
     if main is not None and main.is_alive:
-        requeued = "requeued; " if step.attempt is not None else ""
+        requeued = "requeued; " if _attempt(step) is not None else ""
         return StepStatus(step, "waiting", f"{requeued}SLURM says {main.reason}" + _after(main.reason, before))
     if not step.submission.is_whole:
         return StepStatus(step, "stopped", "its submit was cut short; megatron-palimpsa resume goes on")
@@ -132,8 +132,16 @@ def _job_logs(step: RunStep) -> list[Path]:
     return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
-def _last_error(step: RunStep) -> str | None:
+def _attempt(step: RunStep) -> Attempt | None:
+    """The newest, unless it is of jobs submitted before."""
     attempt = step.attempt
+    if attempt is None or step.submission is None or attempt.job is None:
+        return attempt
+    return attempt if attempt.job in step.submission.jobs.values() else None
+
+
+def _last_error(step: RunStep) -> str | None:
+    attempt = _attempt(step)
     if attempt is not None:
         return attempt.last_error()
     if step.submission is None:

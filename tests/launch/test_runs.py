@@ -104,6 +104,17 @@ def test_status_says_why_a_stage_failed_and_what_fell_with_it(run, slurm, capsys
     assert "third: never started, because second failed" in out
 
 
+def test_status_says_nothing_of_jobs_submitted_before(run, slurm, capsys):
+    complete(run, "first")
+    attempt(run, "second", "99-restart-0", ["Error: of yesterday\n"], [1])
+    slurm.queue("102|PENDING|Resources|", "103|PENDING|Dependency|")
+    assert "second: SLURM says Resources" in command(capsys, "status", str(run))[1]
+    slurm.queue()
+    slurm.account("102|CANCELLED by 0", "103|CANCELLED by 0")
+    out = command(capsys, "status", str(run))[1]
+    assert "second: SLURM says CANCELLED; megatron-palimpsa resume goes on" in out
+
+
 def test_status_of_complete_and_of_unknown_runs(run, capsys):
     for name in ("first", "second", "third"):
         complete(run, name)
