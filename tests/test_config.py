@@ -158,7 +158,13 @@ def test_wrong_values_are_refused_by_name(stage_file, override, expected):
             "train.global_batch_tokens=192 gives each rank 3 microbatches; "
             "with parallel.vpp=2 they must be a multiple of parallel.pp=2",
         ),
-        ([], 3, "train.global_batch_tokens=256 is not a multiple of 192"),
+        (
+            [],
+            3,
+            "train.global_batch_tokens=256 is not a multiple of 192 (train.micro_batch_size 1 * data-parallel size 3 "
+            "* model.seq_length 64); with train.micro_batch_size=1 it may be 384, or split the ranks with parallel.tp",
+        ),
+        (["train.micro_batch_size=4"], 2, "model.seq_length 64); train.micro_batch_size=2 fits"),
     ],
 )
 def test_layouts_that_cannot_run_are_refused(stage_file, overrides, world_size, expected):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from megatron_palimpsa.config.schema import LAYER_SYMBOLS, ModelConfig, ParallelConfig, StageConfig
 from megatron_palimpsa.config.values import ConfigError
 from megatron_palimpsa.config.zero_checks import check_engine
@@ -129,6 +131,17 @@ def _check_context(config: StageConfig) -> None:
         )
 
 
+def _fitting_batch(config: StageConfig, data_parallel_size: int) -> str:
+    """What to change where global_batch_tokens does not split over the ranks."""
+    train, of_ranks = config.train, data_parallel_size * config.model.seq_length
+    sequences, rest = divmod(train.global_batch_tokens, of_ranks)
+    if not rest:
+        return f"; train.micro_batch_size={math.gcd(sequences, train.micro_batch_size)} fits"
+    advice = f"; with train.micro_batch_size=1 it may be {(sequences + 1) * of_ranks}"
+    fewer = ", or split the ranks with parallel.tp, pp or cp" if data_parallel_size > 1 else ""
+    return advice + fewer
+
+
 def _check_batch(config: StageConfig, data_parallel_size: int) -> None:
     train, seq_length = config.train, config.model.seq_length
     step = train.micro_batch_size * data_parallel_size * seq_length
@@ -136,7 +149,7 @@ def _check_batch(config: StageConfig, data_parallel_size: int) -> None:
         raise ConfigError(
             f"train.global_batch_tokens={train.global_batch_tokens} is not a multiple of {step} "
             f"(train.micro_batch_size {train.micro_batch_size} * data-parallel size {data_parallel_size} "
-            f"* model.seq_length {seq_length})"
+            f"* model.seq_length {seq_length}){_fitting_batch(config, data_parallel_size)}"
         )
     parallel, microbatches = config.parallel, config.num_microbatches(data_parallel_size)
     if parallel.vpp > 1 and microbatches % parallel.pp:

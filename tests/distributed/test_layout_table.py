@@ -64,7 +64,8 @@ def test_combinations_are_refused_by_the_configuration_check_alone() -> None:
             2,
             {"train": {"global_batch_tokens": 96}},
             "train.global_batch_tokens=96 is not a multiple of 64 "
-            "(train.micro_batch_size 1 * data-parallel size 2 * model.seq_length 32)",
+            "(train.micro_batch_size 1 * data-parallel size 2 * model.seq_length 32); "
+            "with train.micro_batch_size=1 it may be 128, or split the ranks with parallel.tp, pp or cp",
         ),
         (4, {"parallel": {"tp": 4}}, "parallel.tp=4 does not divide model.num_query_groups, which is 2"),
     ],
