@@ -99,8 +99,12 @@ def mixing_scan(
         mamba2=importance is None and strength is None and scale == 1.0,
     )
     scan = scan_implementation(call)
-    options: dict[str, Any] = {"strength": strength, "scale": scale, "output_final_state": output_final_state}
-    options["cu_seqlens"] = cu_seqlens
+    options: dict[str, Any] = {
+        "strength": strength,
+        "scale": scale,
+        "output_final_state": output_final_state,
+        "cu_seqlens": cu_seqlens,
+    }
     if scan is None and carry is not None:
         return _carried(q, k, x, dt, heads, importance, carry, **options)
     if carry is not None:
