@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,8 @@ from palimpsa_data.tokenizers import Tokenizer
 
 from megatron_palimpsa.config import ConfigError
 from megatron_palimpsa.training.blend_file import read_blend
+
+logger = logging.getLogger(__name__)
 
 _FEWEST_TOKENS = 2
 
@@ -43,7 +47,8 @@ def read_documents(source: Text, tokenizer: Tokenizer) -> list[np.ndarray]:
         ConfigError: there is none, or a set was made with another tokenizer.
         DataError: a file cannot be read.
     """
-    whole = _of_blend(source.blend, tokenizer) if source.blend is not None else _of_text(source, tokenizer)
+    skipped: Counter[str] = Counter()
+    whole = _of_text(source, tokenizer, skipped) if source.blend is None else _of_blend(source.blend, tokenizer)
     cut = _pieces(whole, source.length) if source.stream else (ids[: source.length] for ids in whole)
     found: list[np.ndarray] = []
     for ids in cut:
@@ -51,8 +56,14 @@ def read_documents(source: Text, tokenizer: Tokenizer) -> list[np.ndarray]:
             break
         if len(ids) >= _FEWEST_TOKENS:
             found.append(np.array(ids, np.int32))
+    reasons = ", ".join(f"{count} x {reason}" for reason, count in skipped.items())
     if not found:
-        raise ConfigError(f"{source.blend or ', '.join(source.paths)}: no document has {_FEWEST_TOKENS} tokens")
+        wanted = f"no piece of {source.length} tokens is there" if source.stream else "no document has 2 tokens"
+        raise ConfigError(
+            f"{source.blend or ', '.join(source.paths)}: {wanted}{f'; left out: {reasons}' if reasons else ''}"
+        )
+    if reasons:
+        logger.warning("%s: left out: %s", ", ".join(source.paths), reasons)
     return found
 
 
@@ -66,12 +77,15 @@ def _pieces(documents: Iterator[np.ndarray], length: int) -> Iterator[np.ndarray
             waiting = waiting[length:]
 
 
-def _of_text(source: Text, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+def _of_text(source: Text, tokenizer: Tokenizer, skipped: Counter[str]) -> Iterator[np.ndarray]:
+    """`skipped` counts what is no document, by reason."""
     options = TextOptions(text_column=source.column)
     for item in find_inputs(source.paths, "text"):
         for document in text.read(item, options, lambda done: None):
             if isinstance(document, Document):
                 yield tokenizer.encode_document(document.text)
+            else:
+                skipped[document.reason] += 1
 
 
 def _of_blend(path: Path, tokenizer: Tokenizer) -> Iterator[np.ndarray]:

@@ -7,6 +7,8 @@ import hashlib
 import io
 import json
 import logging
+import math
+import zipfile
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _CONFIDENCE = 1.96
 """Standard errors on each side of a mean: 95 %."""
+_MOST_BINS = 10_000
+"""There is a sum for each of them and each document."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +86,7 @@ def compare(
 
     edges = position_edges(source.length - 1) if bins is None else _even_edges(source.length - 1, bins)
     _check_comparable(models, precision, tokenizer)
+    _check_output(output)
     sums: list[Sums] = []
     settings: list[dict[str, Any]] = []
     for name, model in zip("ab", models, strict=True):
@@ -103,7 +108,7 @@ def compare(
     result = summarize(a, b, edges)
     write_atomically(output / "nll.csv", _csv(result))
     of_all = summarize(a, b, edges, whole=True)[0]
-    content = {"models": settings, "all": vars(of_all), "bins": [vars(one) for one in result]}
+    content = {"models": settings, "all": _finite(of_all), "bins": [_finite(one) for one in result]}
     write_atomically(output / "nll.json", json_bytes(content))
     nll_picture.draw(
         result,
@@ -111,9 +116,10 @@ def compare(
         output / "nll.png",
         even=bins is not None,
     )
+    band = f"95 %: {of_all.low:.4f} to {of_all.high:.4f}" if of_all.documents > 1 else "no band of one document"
     logger.info(
-        "%d documents, %d tokens: %.4f and %.4f nats a token, difference %.4f (95 %%: %.4f to %.4f)",
-        *(of_all.documents, of_all.tokens, of_all.a, of_all.b, of_all.difference, of_all.low, of_all.high),
+        "%d documents, %d tokens: %.4f and %.4f nats a token, difference %.4f (%s)",
+        *(of_all.documents, of_all.tokens, of_all.a, of_all.b, of_all.difference, band),
     )
     return result
 
@@ -131,17 +137,25 @@ def _check_comparable(models: tuple[Path, Path], precision: str | None, tokenize
         raise ConfigError(f"{models[0]} and {models[1]} have different tokenizers: losses a token do not compare")
 
 
+def _check_output(output: Path) -> None:
+    place = next(path for path in (output, *output.parents) if path.exists())
+    if not place.is_dir():
+        raise ConfigError(f"--output {output}: {place} is a file")
+
+
+def _finite(one: Bin) -> dict[str, Any]:
+    """By name; JSON knows no NaN."""
+    return {name: value if math.isfinite(value) else None for name, value in vars(one).items()}
+
+
 def _measured(
     path: Path, settings: dict[str, Any], scorer: Scorer, documents: list[np.ndarray], edges: list[int]
 ) -> Sums:
     if path.is_file():
-        try:
-            with np.load(path, allow_pickle=False) as content:
-                there = json.loads(str(content["settings"]))
-                found = Sums(content["losses"], content["tokens"])
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"{path}: cannot be read ({error}); remove it to measure again") from None
+        there, found = _read(path)
         require_same(path, there, settings)
+        if not found.losses.shape == found.tokens.shape == (len(documents), len(edges) - 1):
+            raise ConfigError(f"{path}: holds sums of other documents; remove it to measure again")
         logger.info("%s: measured already", scorer.task)
         return found
     logger.info("%s: %d documents, %d tokens in all", scorer.task, len(documents), sum(map(len, documents)))
@@ -150,6 +164,14 @@ def _measured(
     np.savez(content, settings=np.array(json.dumps(settings)), losses=found.losses, tokens=found.tokens)
     write_atomically(path, content.getvalue())
     return found
+
+
+def _read(path: Path) -> tuple[dict[str, Any], Sums]:
+    try:
+        with np.load(path, allow_pickle=False) as content:
+            return dict(json.loads(str(content["settings"]))), Sums(content["losses"], content["tokens"])
+    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); remove it to measure again") from None
 
 
 def measure(scorer: Scorer, documents: list[np.ndarray], edges: list[int]) -> Sums:
@@ -207,6 +229,8 @@ def summarize(a: Sums, b: Sums, edges: list[int], whole: bool = False) -> list[B
 def _even_edges(length: int, bins: int) -> list[int]:
     if bins > length:
         raise ConfigError(f"--bins {bins}: more than the {length} predicted positions")
+    if bins > _MOST_BINS:
+        raise ConfigError(f"--bins {bins}: more than {_MOST_BINS}")
     return [length * number // bins for number in range(bins + 1)]
 
 

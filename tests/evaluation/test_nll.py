@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -91,8 +92,20 @@ def test_two_models_are_compared_by_position(
         nll.compare((evaluated_stage, other_stage), Text((str(texts),), "body", documents=2, length=60), output)
     with pytest.raises(ConfigError, match=r"model-a.npz holds results with other settings \(weights: "):
         nll.compare((other_stage, other_stage), Text((str(texts),), "body", length=60), output)
-    (output / "model-a.npz").write_bytes(b"PK")
-    with pytest.raises(ConfigError, match=r"model-a.npz: cannot be read"):
+    file = output / "model-a.npz"
+    whole = file.read_bytes()
+    with np.load(file) as content:
+        arrays = dict(content)
+    changed = io.BytesIO()
+    np.savez(changed, **{**arrays, "settings": np.array("[1]")})
+    flipped = bytearray(whole)
+    flipped[whole.index(b"losses.npy") + 200] ^= 1
+    for damaged in (b"", b"PK", whole[: len(whole) // 2], bytes(flipped), changed.getvalue()):
+        file.write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"model-a.npz: cannot be read"):
+            nll.compare((evaluated_stage, other_stage), Text((str(texts),), "body", length=60), output)
+    np.savez(file, **{**arrays, "losses": arrays["losses"][:1]})
+    with pytest.raises(ConfigError, match=r"model-a.npz: holds sums of other documents"):
         nll.compare((evaluated_stage, other_stage), Text((str(texts),), "body", length=60), output)
 
 
@@ -168,8 +181,7 @@ def of_settings(stage: Path, folder: Path, **changes: Any) -> Path:
 def test_wrong_input_is_one_message_before_the_first_model_is_measured(
     evaluated_stage: Path, tiny_data: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refusal(*changes: str, b: Path = evaluated_stage) -> str:
-        output = tmp_path / "nll"
+    def refusal(*changes: str, b: Path = evaluated_stage, output: Path = tmp_path / "nll") -> str:
         assert cli.main(["eval", "nll", str(evaluated_stage), str(b), "--output", str(output), *changes]) == 2
         assert not output.exists()
         (message,) = capsys.readouterr().err.splitlines()
@@ -184,6 +196,27 @@ def test_wrong_input_is_one_message_before_the_first_model_is_measured(
     assert "have different tokenizers" in refusal(*text, b=worded)
 
     assert "absent" in refusal("--text", "absent.jsonl")
-    assert "--bins 9: more than the 4 predicted positions" in refusal(
-        "--text", str(texts), "--text-column", "body", "--length", "5", "--bins", "9"
-    )
+    assert "--bins 9: more than the 4 predicted positions" in refusal(*text, "--length", "5", "--bins", "9")
+    assert "--bins 100000: more than 10000" in refusal(*text, "--length", "1000000", "--bins", "100000")
+    assert "no piece of 9999 tokens is there" in refusal(*text, "--stream", "--length", "9999")
+    (broken := tmp_path / "broken.jsonl").write_text('{"text": 3}\n{"text": "a')
+    assert "no document has 2 tokens; left out: 1 x " in refusal("--text", str(broken))
+    assert f"--output {broken}/nll: {broken} is a file" in refusal(*text, output=broken / "nll")
+
+
+def test_one_document_has_no_band_in_the_json_either(evaluated_stage: Path, texts: Path, tmp_path: Path) -> None:
+    nll.compare((evaluated_stage, evaluated_stage), Text((str(texts),), "body", documents=1, length=9), tmp_path)
+
+    def no_number(name: str) -> None:
+        pytest.fail(f"{name} is not JSON")
+
+    content = json.loads((tmp_path / "nll.json").read_text(), parse_constant=no_number)
+    assert (content["all"]["documents"], content["all"]["low"], content["all"]["difference"]) == (1, None, 0)
+
+
+def test_rows_that_are_left_out_are_counted(tiny_data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = tokenizers.load(tiny_data / "tokenizer.model")
+    (rows := tmp_path / "rows.jsonl").write_text('{"text": 3}\n{"text": "abc def"}\n{"text": 4}\n')
+    with caplog.at_level("WARNING", "megatron_palimpsa"):
+        assert len(read_documents(Text((str(rows),)), tokenizer)) == 1
+    assert "left out: 2 x " in caplog.text

@@ -77,7 +77,7 @@ def read_result(run: Run) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{run.result}: not readable as a run's result ({error}); remove it to train the run again"
+            f"{run.result}: not readable as a run's result ({_reason(error)}); remove it to train the run again"
         ) from None
 
 
@@ -103,9 +103,13 @@ def read_records(run: Run) -> list[Record]:
         return (read_result(run) or {"records": []})["records"]
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         raise ConfigError(
-            f"{run.checkpoint}: not readable as a run's checkpoint ({error}); remove it to train the run again"
+            f"{run.checkpoint}: not readable as a run's checkpoint ({_reason(error)}); remove it to train the run again"
         ) from None
     return records
+
+
+def _reason(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def _check_records(config: SweepConfig, records: Sequence[Record]) -> None:

@@ -124,7 +124,7 @@ def test_damaged_files_are_named(runs: list[Run], capsys: pytest.CaptureFixture[
     records = json.loads(result)["records"]
     for path, content, expected in (
         (runs[1].checkpoint, b"", "unpack"),
-        (runs[1].checkpoint, b"\x08\0\0\0\0\0\0\0{}      ", "__metadata__"),
+        (runs[1].checkpoint, b"\x08\0\0\0\0\0\0\0{}      ", "it has no '__metadata__'"),
         (runs[1].checkpoint, whole[: len(whole) // 2], "incomplete metadata"),
         (runs[0].result, b"{", "Expecting property name"),
         (runs[0].result, b"[]", "list indices"),
