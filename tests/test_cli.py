@@ -104,10 +104,6 @@ def test_module_is_the_command():
         ("model.hidden_size=wide", ["model.hidden_size='wide'", "integer"]),
         ("model.pattern=MXP", ["model.pattern='MXP'", "unknown letter 'X'", "allowed are P (Palimpsa-M)"]),
         ("parallel.tp=3", ["parallel.tp=3 does not divide the number of heads", "which is 4"]),
-        ("data.train_blend=absent.yaml", ["data.train_blend=absent.yaml", "prepare the data first"]),
-        ("data.tokenizer=absent.model", ["data.tokenizer=absent.model"]),
-        ("model.vocab_size=100", ["vocabulary of 320 ids", "model.vocab_size is 100"]),
-        ("init_from.stage=nowhere", ["init_from.stage='nowhere'", "no stage folder"]),
         ("train.global_batch_tokens=100", ["train.global_batch_tokens=100 is not a multiple of 32"]),
     ],
 )
@@ -116,6 +112,28 @@ def test_wrong_input_is_one_message_and_exit_code_2(capsys, stage, tmp_path, ove
         message = refusal(capsys, *arguments)
         for part in expected:
             assert part in message
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "start", "expected"),
+    [
+        ("data.train_blend=absent.yaml", "random weights", ["data.train_blend=absent.yaml", "prepare the data first"]),
+        ("data.tokenizer=absent.model", "random weights", ["data.tokenizer=absent.model"]),
+        ("model.vocab_size=100", "random weights", ["vocabulary of 320 ids", "model.vocab_size is 100"]),
+        ("init_from.stage=nowhere", "weights of ", ["init_from.stage='nowhere'", "no stage folder"]),
+    ],
+)
+def test_data_and_sources_are_missed_behind_the_plan(capsys, stage, tmp_path, override, start, expected):
+    messages = [refusal(capsys, "train", stage, override)]
+    assert cli.main(["train", str(stage), override, "--dry-run", "--ranks", "2"]) == 2
+    captured = capsys.readouterr()
+    for part in (f"starts from    {start}", "2 ranks: ", ": not checked", "memory a rank  about"):
+        assert part in captured.out
+    messages += captured.err.splitlines()
+    assert messages == messages[:1] * 2
+    for part in expected:
+        assert part in messages[0]
     assert not (tmp_path / "runs").exists()
 
 

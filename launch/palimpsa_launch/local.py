@@ -52,7 +52,8 @@ def plan_here(recipes: Sequence[Path], overrides: list[str], ranks: int, gpu_mem
     for recipe, config in zip(recipes, configs, strict=True):
         try:
             if _is_complete(config):
-                plans.append(f"stage          {config.name}: complete already")
+                kind = "preparation" if isinstance(config, Preparation) else "stage"
+                plans.append(f"{kind:<14} {config.name}: complete already")
             elif isinstance(config, Preparation):
                 for array in config.arrays:
                     preparation.tasks_left(config, array)

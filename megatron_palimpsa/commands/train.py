@@ -65,7 +65,8 @@ def _rank_count(text: str) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from palimpsa_launch.recipes import find_recipes, is_run_file
+    from palimpsa_launch.preparation import is_preparation
+    from palimpsa_launch.recipes import find_recipe, find_recipes, is_run_file
 
     from megatron_palimpsa import launcher
     from megatron_palimpsa.config import ConfigError, load_stage
@@ -75,17 +76,23 @@ def _train(options: argparse.Namespace) -> int:
     if not options.dry_run and (options.ranks or options.gpu_memory):
         raise ConfigError("--ranks and --gpu-memory go with --dry-run alone: they are about the plan")
     names, overrides = split_recipes(options)
-    if options.nproc is not None or len(names) > 1 or is_run_file(names[0]):
+    several = len(names) > 1 or is_run_file(names[0])
+    if options.nproc is not None or several or is_preparation(find_recipe(names[0])):
         if launcher.is_launched():
             raise ConfigError("the environment says WORLD_SIZE: torchrun trains one stage, without --nproc")
         return _train_here(options, names, overrides)
     config = follow_source(load_stage(find_recipes(names)[0], overrides))
-    if options.dry_run:
+    if not options.dry_run:
+        return run.train(config)
+    try:
         plan = run.dry_run(config, options.gpu_memory, options.ranks)
+    except run.NotReady as error:
         if launcher.rank() == 0:
-            print(plan)
-        return 0
-    return run.train(config)
+            print(error.plan, flush=True)
+        raise
+    if launcher.rank() == 0:
+        print(plan)
+    return 0
 
 
 def _train_here(options: argparse.Namespace, names: list[str], overrides: list[str]) -> int:

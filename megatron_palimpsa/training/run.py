@@ -7,14 +7,14 @@ import logging
 import os
 
 from megatron_palimpsa import launcher
-from megatron_palimpsa.config import StageConfig, check_stage
+from megatron_palimpsa.config import ConfigError, StageConfig, check_stage
 from megatron_palimpsa.engine.installed import require_engine, require_layers
 from megatron_palimpsa.training import advice, plan
 from megatron_palimpsa.training.console import clock
 from megatron_palimpsa.training.data import StageData
 from megatron_palimpsa.training.exit_codes import ExitCode
 from megatron_palimpsa.training.run_folder import RunFolder
-from megatron_palimpsa.training.stages import Source, find_source
+from megatron_palimpsa.training.stages import Source, find_source, named_source
 from megatron_palimpsa.training.stop import StopControl
 from megatron_palimpsa.training.wandb_log import check_usable
 
@@ -58,6 +58,14 @@ def train(config: StageConfig) -> ExitCode:
         return train_stage(config, folder, source, data, stop)
 
 
+class NotReady(ConfigError):
+    """A stage cannot start here; its plan, which depends on its configuration alone, is there all the same."""
+
+    def __init__(self, message: str, plan: str) -> None:
+        super().__init__(message)
+        self.plan = plan
+
+
 def dry_run(config: StageConfig, gpu_memory: int | None = None, ranks: int | None = None) -> str:
     """Check everything that `train` checks and describe what it would do.
 
@@ -67,11 +75,24 @@ def dry_run(config: StageConfig, gpu_memory: int | None = None, ranks: int | Non
             the layout takes.
 
     Raises:
-        ConfigError: as `train`.
+        NotReady: the stage it starts from or its data is missing or wrong, or something else that this machine lacks.
+        ConfigError: otherwise as `train`.
     """
     if ranks is None:
         ranks = launcher.world_size() if launcher.is_launched() else config.parallel.replica_size
-    return describe(config, ranks, gpu_memory=gpu_memory or advice.gpu_memory())
+    gpu_memory = gpu_memory or advice.gpu_memory()
+    try:
+        return describe(config, ranks, gpu_memory=gpu_memory)
+    except ConfigError as error:
+        raise NotReady(str(error), _describe_unseen(config, ranks, gpu_memory)) from None
+
+
+def _describe_unseen(config: StageConfig, ranks: int, gpu_memory: int | None) -> str:
+    """`describe` without a look at data and source; what is wrong with the configuration itself is raised."""
+    check_stage(config, ranks)
+    RunFolder(config.folder).check_config(config)
+    data = [f"{config.data.train_blend}: not checked"]
+    return plan.describe(config, ranks, named_source(config), data, gpu_memory)
 
 
 def describe(

@@ -47,6 +47,12 @@ def find_source(config: StageConfig) -> Source | None:
     return Source(checkpoint, config.init_from.load)
 
 
+def named_source(config: StageConfig) -> Source | None:
+    """What `init_from` names, there or not: the stage's folder in place of its last checkpoint."""
+    init_from = config.init_from
+    return None if init_from is None else Source(_stage_folder(config, init_from.stage), init_from.load)
+
+
 def follow_source(config: StageConfig) -> StageConfig:
     """With `init_from.pattern` source: the stage, its layers in the order of the one it starts from, if there is one.
 

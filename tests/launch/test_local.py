@@ -137,6 +137,8 @@ def test_dry_run_of_a_run_describes_every_stage(recipe, tmp_path, capsys):
     assert out.count("layout         2 ranks") == 2
     assert f"weights of {tmp_path / 'runs' / 'first' / 'checkpoints' / 'step-8'}" in out
     assert not (tmp_path / "runs").exists()
+    assert cli.main(["train", "demo/data", f"output_dir={tmp_path / 'runs'}", "--dry-run"]) == 0
+    assert capsys.readouterr().out == f"preparation    data -> {tmp_path / 'runs' / 'data'}\n"
 
 
 def test_preparation_and_a_stage_on_what_it_makes(tmp_path, monkeypatch, tiny_data):

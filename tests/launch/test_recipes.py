@@ -160,11 +160,12 @@ def test_fine_tunings_start_from_their_backbones_with_importance(size):
     paths = recipes.find_recipes([f"{size}/run"])
     configs = [chain.load_recipe(path, []) for path in paths]
     chain.check_folders(paths, configs)
-    *pretrained, turning, tuned_m, tuned_d = configs
+    text, *pretrained, turning, tuned_m, tuned_d = configs
+    assert isinstance(text, preparation.Preparation)
     for before, after, command, letters in zip(pretrained, (tuned_m, tuned_d), turning.then, ("MP", "LQ"), strict=True):
         source, output = map(Path, preparation.words(command)[2:4])
         assert (source, output) == (before.folder, Path(after.output_dir) / starts_from(after))
-        assert planned_source(after, configs[:2], preparation.outputs(turning)).checkpoint == output
+        assert planned_source(after, pretrained, preparation.outputs(turning)).checkpoint == output
         turn = Turn(WITH_IMPORTANCE, pattern=preparation.words(command)[5], defaults={"beta_scale_init": "finetune"})
         assert turn.of(before.model) == after.model
         assert before.model.layers == after.model.layers.replace(letters[1], letters[0])
@@ -172,6 +173,18 @@ def test_fine_tunings_start_from_their_backbones_with_importance(size):
         assert before.train.tokens + after.train.tokens == whole.train.tokens
         assert after.optimizer.lr == pytest.approx(before.optimizer.lr / 10)
         assert after.optimizer.warmup_steps == 200
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_text_of_a_size_is_what_its_stages_read(size):
+    config = preparation.load(stages.path(f"{size}/data"), [])
+    options = [cli.parse(words) for words in map(_words, config.arrays.values())]
+    blends = [cli.parse(preparation.words(command)) for command in config.then]
+    for name in OF_A_SIZE:
+        data = load_stage(stages.path(f"{size}/{name}")).data
+        assert [data.train_blend, data.valid_blend] == [str(blend.file) for blend in blends]
+        assert {str(option.tokenizer) for option in options} == {data.tokenizer}
+    assert [blend.sets for blend in blends] == [[[str(option.output)]] for option in options]
 
 
 @pytest.mark.parametrize("size", SIZES)
