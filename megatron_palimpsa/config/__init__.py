@@ -6,6 +6,7 @@ the value and what is allowed, and need neither torch nor a GPU.
 """
 
 from megatron_palimpsa.config.checks import check_ranks, check_stage
+from megatron_palimpsa.config.places import writable_place
 from megatron_palimpsa.config.reading import (
     apply_overrides,
     load_stage,
@@ -60,5 +61,6 @@ __all__ = [
     "save_resolved",
     "stage_from_dict",
     "to_dict",
+    "writable_place",
     "write_yaml",
 ]

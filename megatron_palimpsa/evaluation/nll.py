@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from palimpsa_data.files import json_bytes, write_atomically
 
-from megatron_palimpsa.config import ConfigError
+from megatron_palimpsa.config import ConfigError, writable_place
 from megatron_palimpsa.evaluation.documents import Text, read_documents
 from megatron_palimpsa.evaluation.results import require_same, weights_sha256
 from megatron_palimpsa.evaluation.scorer import Scorer
@@ -86,7 +86,7 @@ def compare(
 
     edges = position_edges(source.length - 1) if bins is None else _even_edges(source.length - 1, bins)
     _check_comparable(models, precision, tokenizer)
-    _check_output(output)
+    writable_place(output, "--output")
     sums: list[Sums] = []
     settings: list[dict[str, Any]] = []
     for name, model in zip("ab", models, strict=True):
@@ -135,12 +135,6 @@ def _check_comparable(models: tuple[Path, Path], precision: str | None, tokenize
     loaded = [load_tokenizer(config, tokenizer) for config in (a, b)]
     if len({it.sha256 for it in loaded if it is not None}) > 1:
         raise ConfigError(f"{models[0]} and {models[1]} have different tokenizers: losses a token do not compare")
-
-
-def _check_output(output: Path) -> None:
-    place = next(path for path in (output, *output.parents) if path.exists())
-    if not place.is_dir():
-        raise ConfigError(f"--output {output}: {place} is a file")
 
 
 def _finite(one: Bin) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from palimpsa_data.files import json_bytes, write_atomically
 from torch import nn
 
-from megatron_palimpsa.config import ConfigError
+from megatron_palimpsa.config import ConfigError, writable_place
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,13 @@ class ResultFolder:
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        writable_place(path, "--output")
         self.path = path
         self.settings = json.loads(json_bytes(settings))
         place = path / "settings.json"
         if place.is_file():
             require_same(path, self._read(place), self.settings)
-        elif path.exists() and (not path.is_dir() or any(path.iterdir())):
+        elif path.exists() and any(path.iterdir()):
             raise ConfigError(f"{path}: is there already and holds no results of an evaluation; name another --output")
         else:
             write_atomically(place, json_bytes(self.settings))

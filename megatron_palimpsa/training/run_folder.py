@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_palimpsa.config import ConfigError, StageConfig, load_stage, save_resolved, to_dict
+from megatron_palimpsa.config import ConfigError, StageConfig, load_stage, save_resolved, to_dict, writable_place
 
 logger = logging.getLogger(__name__)
 
@@ -123,11 +123,7 @@ class RunFolder:
         """
         held = len(list(self.checkpoints.glob("step-*"))) if self.has_checkpoints else 0
         needed = checkpoint_bytes * max(keep + 1 - held, 1)
-        place = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
-        if not place.is_dir():
-            raise ConfigError(f"output_dir: {place} is not a folder")
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise ConfigError(f"output_dir: nothing can be written to {place}")
+        place = writable_place(self.path, "output_dir")
         free = shutil.disk_usage(place).free
         if free < needed:
             raise ConfigError(

@@ -201,7 +201,7 @@ def test_wrong_input_is_one_message_before_the_first_model_is_measured(
     assert "no piece of 9999 tokens is there" in refusal(*text, "--stream", "--length", "9999")
     (broken := tmp_path / "broken.jsonl").write_text('{"text": 3}\n{"text": "a')
     assert "no document has 2 tokens; left out: 1 x " in refusal("--text", str(broken))
-    assert f"--output {broken}/nll: {broken} is a file" in refusal(*text, output=broken / "nll")
+    assert f"--output: {broken} is not a folder" in refusal(*text, output=broken / "nll")
 
 
 def test_one_document_has_no_band_in_the_json_either(evaluated_stage: Path, texts: Path, tmp_path: Path) -> None:

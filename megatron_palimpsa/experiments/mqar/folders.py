@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_palimpsa.config import ConfigError, read_as, read_tree, write_yaml
+from megatron_palimpsa.config import ConfigError, read_as, read_tree, writable_place, write_yaml
 from megatron_palimpsa.experiments.mqar.config import SweepConfig, settings
 from megatron_palimpsa.experiments.mqar.files import lock, write_whole
 
@@ -20,7 +20,11 @@ def claim_folders(configs: Sequence[SweepConfig]) -> None:
     Raises:
         ConfigError: as `common_folder`; a folder holds runs with other settings.
     """
-    common_folder(configs)
+    place = Path(common_folder(configs))
+    if (place / SETTINGS).exists():
+        raise ConfigError(f"output_dir={str(place)!r} is the folder of a sweep; name the one above it, or another")
+    for config in configs:
+        writable_place(config.folder, "output_dir")
     for config in configs:
         _check_settings(config)
     for config in configs:

@@ -343,6 +343,19 @@ def test_two_recipes_of_one_name_or_of_two_places_are_refused(
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.usefixtures("no_training")
+def test_a_place_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = write_recipe(tmp_path)
+    assert mqar(recipe, f"output_dir={recipe}/runs") == 2
+    assert f"output_dir: {recipe} is not a folder" in capsys.readouterr().err
+    assert mqar(recipe) == 0
+    sweep_folder = tmp_path / "runs" / "tiny"
+    before = sorted(sweep_folder.iterdir())
+    assert mqar(recipe, f"output_dir={sweep_folder}", "name=inner") == 2
+    assert f"output_dir='{sweep_folder}' is the folder of a sweep" in capsys.readouterr().err
+    assert sorted(sweep_folder.iterdir()) == before
+
+
 def test_a_launcher_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
