@@ -12,7 +12,7 @@ import torch
 from palimpsa_data.files import json_bytes, write_atomically
 from torch import nn
 
-from megatron_palimpsa.config import ConfigError, writable_place
+from megatron_palimpsa.config import ConfigError, read_as, writable_place
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,11 @@ class ResultFolder:
         self.settings = json.loads(json_bytes(settings))
         place = path / "settings.json"
         if place.is_file():
-            require_same(path, self._read(place), self.settings)
+            try:
+                there = self._read(place)
+            except ConfigError as error:
+                raise ConfigError(f"{error}; name another --output, or remove {path}") from None
+            require_same(path, there, self.settings)
         elif path.exists() and any(path.iterdir()):
             raise ConfigError(f"{path}: is there already and holds no results of an evaluation; name another --output")
         else:
@@ -76,12 +80,13 @@ class ResultFolder:
         path = self._of(task)
         if not path.is_file():
             return None
-        content = self._read(path)
         try:
-            metrics = {name: Metric(**metric) for name, metric in content["metrics"].items()}
-            return TaskResult(content["task"], content["items"], metrics, content["details"])
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path}: is no result of a task ({error!r}); remove it to evaluate again") from None
+            result = read_as(TaskResult, self._read(path), str(path))
+        except ConfigError as error:
+            raise ConfigError(f"{error}; remove it to evaluate again") from None
+        if result.task != task:
+            raise ConfigError(f"{path}: is a result of {result.task}; remove it to evaluate again")
+        return result
 
     def all(self) -> list[TaskResult]:
         """Of every task that is done, in the order of their files' names."""
@@ -97,10 +102,10 @@ class ResultFolder:
     def _read(self, path: Path) -> dict[str, Any]:
         try:
             content = json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: cannot be read ({error}); remove it to evaluate again") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: cannot be read ({error})") from None
         if not isinstance(content, dict):
-            raise ConfigError(f"{path}: holds no JSON object; remove it to evaluate again")
+            raise ConfigError(f"{path}: holds no JSON object")
         return content
 
 
