@@ -71,7 +71,7 @@ def job_changes(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def split_recipes(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """-> names of recipes, overrides: argparse cannot tell them apart.
+    """-> names of recipes, overrides: argparse cannot tell them apart. A file may have `=` in its path.
 
     Raises:
         ConfigError: there are overrides alone.
@@ -79,10 +79,11 @@ def split_recipes(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     from megatron_palimpsa.config import ConfigError
 
     given = [*options.recipes, *options.overrides]
-    names = [item for item in given if "=" not in item]
+    overrides = [item for item in given if "=" in item and not Path(item).is_file()]
+    names = [item for item in given if item not in overrides]
     if not names:
         raise ConfigError(f"no recipe is named, only {given[0]}")
-    return names, [item for item in given if "=" in item]
+    return names, overrides
 
 
 def submit_or_print(steps: Sequence[PlannedStep], *, dry_run: bool) -> int:

@@ -75,7 +75,7 @@ def read_result(run: Run) -> dict[str, Any] | None:
         return {**result, "records": records}
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{run.result}: not readable as a run's result ({_reason(error)}); remove it to train the run again"
         ) from None
@@ -101,7 +101,7 @@ def read_records(run: Run) -> list[Record]:
     except FileNotFoundError:
         # Finished in this moment, or not begun.
         return (read_result(run) or {"records": []})["records"]
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
         raise ConfigError(
             f"{run.checkpoint}: not readable as a run's checkpoint ({_reason(error)}); remove it to train the run again"
         ) from None

@@ -344,6 +344,13 @@ def test_two_recipes_of_one_name_or_of_two_places_are_refused(
 
 
 @pytest.mark.usefixtures("no_training")
+def test_a_recipe_may_lie_below_a_folder_with_an_equals_sign(tmp_path: Path) -> None:
+    (folder := tmp_path / "state=16").mkdir()
+    assert mqar(write_recipe(folder), "sweep.seeds=[3]") == 0
+    assert _NoTraining.seen == ["0.01 3"]
+
+
+@pytest.mark.usefixtures("no_training")
 def test_a_place_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_recipe(tmp_path)
     assert mqar(recipe, f"output_dir={recipe}/runs") == 2
