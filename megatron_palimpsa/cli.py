@@ -6,6 +6,7 @@ Every command imports what it needs when it runs, so that `--help` and wrong inp
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -264,6 +265,9 @@ def _start_logging(progress_to: TextIO) -> None:
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # A reader of the output that has gone stops no training, nor does it fill standard error.
     logging.raiseExceptions = False
+    # What the terminal has no character for, such as a table's plus-minus, is no reason to end.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     rank = launcher.rank()
     progress = logging.StreamHandler(progress_to)
     progress.addFilter(lambda record: record.levelno < logging.WARNING)

@@ -341,3 +341,11 @@ def test_a_rank_that_lost_the_others_says_so_in_one_message(capsys, monkeypatch,
     assert str(error) in err
     assert ("Traceback" in err) == traceback
     assert ("rank 0 cannot reach the others" in err) != traceback
+
+
+def test_an_output_without_a_character_gets_its_number(monkeypatch, tmp_path):
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr("megatron_palimpsa.report.build", lambda folder: print("1 ± 2"))
+    assert cli.main(["report", str(tmp_path)]) == 0
+    assert output.buffer.getvalue() == b"1 \\xb1 2\n"
