@@ -42,6 +42,8 @@ def build(output_dir: str) -> Path | None:
     output = Path(output_dir) / "report"
     rows = summary.accuracies(runs)
     text = summary.table(rows) if rows else "No lesson is finished yet."
+    if ended := summary.diverged(runs):
+        text += f"\n\nEnded by a loss that was not finite, and in no row behind that: {', '.join(ended)}."
     report = output / "report.md"
     # Several processes that worked on the sweep may come to its end together.
     with lock(output, wait=True):

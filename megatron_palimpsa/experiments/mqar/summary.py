@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_palimpsa.experiments.mqar.config import SweepConfig
 from megatron_palimpsa.experiments.mqar.files import write_whole
-from megatron_palimpsa.experiments.mqar.records import Record, Run, lesson_is_over, read_records
+from megatron_palimpsa.experiments.mqar.records import Record, Run, has_diverged, lesson_is_over, read_records
 
 _FOLDER = re.compile(r"lr-(?P<lr>\d+(\.\d+)?(e[+-]\d+)?)-seed-(?P<seed>\d+)")
 _MEMORY = ("window", "importance_ratio")
@@ -38,7 +38,7 @@ class RunRecords:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of one model at one length, each seed at the learning rate that was best for it there."""
+    """Of one model behind one lesson, each seed at the learning rate that was best for it there."""
 
     model: str
     length: int
@@ -79,14 +79,19 @@ def read_runs(config: SweepConfig) -> list[RunRecords]:
 
 
 def accuracies(runs: Iterable[RunRecords]) -> list[Accuracy]:
-    """By model and length, in the order of the runs and of the curriculum."""
-    best: dict[tuple[str, int, int], dict[int, tuple[float, float]]] = defaultdict(dict)
+    """By model and lesson, in the order of the runs and of the curriculum."""
+    best: dict[tuple[str, int, int, int], dict[int, tuple[float, float]]] = defaultdict(dict)
     for item in runs:
         for record in item.finished_lessons:
-            seeds = best[item.run.config.name, record["length"], record["pairs"]]
+            seeds = best[item.run.config.name, record["lesson"], record["length"], record["pairs"]]
             here = record["accuracy"], item.run.lr
             seeds[item.run.seed] = max(seeds.get(item.run.seed, here), here)
-    return [Accuracy(*key, by_seed) for key, by_seed in best.items()]
+    return [Accuracy(model, length, pairs, by_seed) for (model, _, length, pairs), by_seed in best.items()]
+
+
+def diverged(runs: Iterable[RunRecords]) -> list[str]:
+    """Names of the runs that a loss which was not finite has ended: no later lesson counts them."""
+    return [item.run.name for item in runs if has_diverged(item.records[-1])]
 
 
 def best_rate(runs: Sequence[RunRecords]) -> float:

@@ -138,6 +138,26 @@ def test_other_folders_are_no_runs(configs: list[SweepConfig]) -> None:
     assert [(item.run.lr, item.run.seed) for item in summary.read_runs(configs[0])] == [(0.02, 0), (0.01, 1), (0.02, 1)]
 
 
+def test_runs_that_diverged_are_named(configs: list[SweepConfig]) -> None:
+    written = report.build(configs[0].output_dir)
+    assert written is not None
+    assert "not finite" not in written.read_text()
+    run = Run(configs[0], 0.02, 1)
+    records = epochs(0.3, 2, ratio=True)
+    records[-1]["loss"] = None
+    write_result(run, {"model": "a", "lr": 0.02, "seed": 1, "records": records})
+    report.build(configs[0].output_dir)
+    assert "Ended by a loss that was not finite, and in no row behind that: a lr 0.02 seed 1." in written.read_text()
+
+
+def test_two_lessons_of_one_length_are_two_rows(tmp_path: Path) -> None:
+    lesson = {"length": 8, "pairs": 2, "epochs": 1, "batch_size": 4}
+    config = load_sweep(write_recipe(tmp_path, curriculum=[lesson, lesson]), ["train.warmup_steps=0"])
+    records = [{**epochs(a, 1, ratio=True)[0], "lesson": n, "accuracy": a} for n, a in ((0, 0.75), (1, 0.25))]
+    rows = summary.accuracies([summary.RunRecords(Run(config, 0.01, 0), records)])
+    assert [(row.length, row.mean) for row in rows] == [(8, 0.75), (8, 0.25)]
+
+
 def test_a_copied_sweep_does_not_count_twice(configs: list[SweepConfig]) -> None:
     shutil.copytree(configs[0].folder, configs[0].folder.with_name("a-before"))
     with pytest.raises(ConfigError, match=r"a-before/settings\.yaml is of the sweep a, whose folder is .*/runs/a;"):
