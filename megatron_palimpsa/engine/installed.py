@@ -18,7 +18,12 @@ def require_engine(config: StageConfig) -> None:
 
 def require_layers(model: ModelConfig) -> None:
     """Raises ConfigError where layers of the model need kernels or a GPU that this machine lacks."""
-    if "G" in model.layers:
+    if "G" not in model.layers:
+        return
+    import torch
+
+    if find_spec("fla") is None or not torch.cuda.is_available():
+        # Where they are there they are imported later: that asks for GPUs, of which this rank has not chosen its own yet.
         from megatron_palimpsa.model.gated_delta_net import require_kernels
 
         require_kernels()

@@ -63,6 +63,7 @@ def test_where_it_cannot_run_it_is_refused_by_name(monkeypatch):
 
 def test_where_it_cannot_run_nothing_is_written(monkeypatch, tmp_path, tiny_data, capsys):
     monkeypatch.setattr(common, "HAVE_FLA", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "stage").mkdir()
     stage = write_stage(tmp_path / "stage", tiny_data, model=MODEL)
     sweep = write_recipe(tmp_path, model={"pattern": "GP"})
