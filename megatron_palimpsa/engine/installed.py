@@ -23,7 +23,7 @@ def require_layers(model: ModelConfig) -> None:
     import torch
 
     if find_spec("fla") is None or not torch.cuda.is_available():
-        # Where they are there they are imported later: that asks for GPUs, of which this rank has not chosen its own yet.
+        # Where they are there they are imported later: that asks for GPUs, and no rank has chosen its own yet.
         from megatron_palimpsa.model.gated_delta_net import require_kernels
 
         require_kernels()
