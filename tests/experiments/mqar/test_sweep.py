@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -252,6 +253,15 @@ def test_no_more_processes_than_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert started == [(["--worker-of", "3"], 3)]
     assert mqar(recipe, "--jobs", "100000") == 0
     assert (len(started), _NoTraining.seen) == (1, ["0.01 0"])
+
+
+@pytest.mark.usefixtures("no_training")
+def test_a_test_loss_that_is_not_finite_is_said_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_NoTraining, "evaluate", lambda *_: (0.5, math.nan, {}))
+    assert mqar(write_recipe(tmp_path)) == 0
+    assert "epoch 1/3 | loss not finite | accuracy 0.5000" in capsys.readouterr().out
 
 
 def test_a_run_that_diverges_ends_there(tmp_path: Path) -> None:
