@@ -14,7 +14,6 @@ import argparse
 import importlib.util
 import math
 import os
-import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from timing import clear_gradients, peak_gib, positive, times_ms
 from torch import Tensor, nn
 
 from megatron_palimpsa import parallel
+from megatron_palimpsa.bench.profile import kernels_of, part_of
 from megatron_palimpsa.config import ParallelConfig, stage_from_dict
 from megatron_palimpsa.model import build_model
 from megatron_palimpsa.model.build import packed_sequence
@@ -38,13 +38,6 @@ LONG = "7 M + 1 P, long memory"
 SLICES = {"8 M": "MMMMMMMM", "7 M + 1 P": "MMMPMMMM", LONG: "MMMPMMMM"}
 LONGER = 32
 LIMIT, AIM = 1.18, 1.08
-PARTS = {
-    "gemm": r"gemm|cutlass|nvjet|cublas|xmma|_mm_|splitK",
-    "norm": r"norm",
-    "conv": r"conv|place_kernel|final_kernel|border_gradient",
-    "scan": r"chunk|ssd|readout|adjoint|incoming|state|span|decay|sum_parts|pack_kernel|activat|skip|_bmm",
-}
-"""Parts of a step by names of kernels; the first that fits counts."""
 
 
 def build_slice(pattern: str, tokens: int, sizes: dict[str, object]) -> nn.Module:
@@ -106,20 +99,11 @@ def with_kernels(setting: str, step: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def part_of(kernel: str) -> str:
-    return next((part for part, pattern in PARTS.items() if re.search(pattern, kernel, re.I)), "other")
-
-
 def profile(step: Callable[[], None]) -> tuple[dict[str, float], list[tuple[float, str]]]:
     """Milliseconds on the device by part, and of the kernels that take longest."""
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as record:
-        step()
-        torch.cuda.synchronize()
     kernels: dict[str, float] = defaultdict(float)
-    for event in record.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            kernels[event.name] += event.self_device_time_total / 1e3
+    for name, start, end in kernels_of(step)[0]:
+        kernels[name] += 1e3 * (end - start)
     parts: dict[str, float] = defaultdict(float)
     for name, time in kernels.items():
         parts[part_of(name)] += time

@@ -1,8 +1,10 @@
-"""Microbatches of random tokens in documents of mixed lengths."""
+"""Microbatches to measure with: random tokens in documents of mixed lengths, or the stage's own data."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 
 import torch
 
@@ -10,6 +12,26 @@ from megatron_palimpsa.config import StageConfig
 from megatron_palimpsa.training.batch import Batch
 
 _SHORTEST_SHARE = 1 / 64
+_DISTINCT = 64
+
+
+def random_batches(config: StageConfig, dp_rank: int, dp_size: int) -> Iterator[Batch]:
+    """Endless microbatches of a data-parallel rank: in each step the same ones, shared out over any number of ranks."""
+    count = config.num_microbatches(dp_size)
+    numbers = [(dp_rank * count + index) % _DISTINCT for index in range(count)]
+    made = {number: random_batch(config, seed=config.seed + number) for number in dict.fromkeys(numbers)}
+    return itertools.cycle([made[number] for number in numbers])
+
+
+def own_batches(config: StageConfig, dp_rank: int, dp_size: int) -> Iterator[Batch]:
+    """Endless microbatches of a data-parallel rank from the stage's training data, as training takes them.
+
+    Raises:
+        ConfigError: as `StageData`.
+    """
+    from megatron_palimpsa.training.data import StageData
+
+    return StageData(config).train_batches(0, dp_rank, dp_size)
 
 
 def random_batch(config: StageConfig, seed: int) -> Batch:

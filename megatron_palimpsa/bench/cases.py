@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_palimpsa.config import ConfigError, StageConfig, check_stage, load_stage
+from megatron_palimpsa.config import ConfigError, StageConfig, check_stage, load_stage, read_tree
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -18,24 +22,57 @@ class Case:
     config: StageConfig
 
 
-def read_cases(path: Path, overrides: list[str], cases: list[str], world_size: int) -> list[Case]:
-    """The stage with `overrides`, once for each `NAME:key=value,key=value` of `cases`, or once where there are none.
+def read_cases(
+    path: Path, overrides: list[str], cases: list[str], world_size: int, layouts: Path | None = None
+) -> list[Case]:
+    """The stage with `overrides` under each of the `layouts`, then once for each `NAME:key=value,key=value` of `cases`.
+
+    Without either it is the stage as it is. Layouts that the number of ranks does not allow are left out, and said.
+
+    Args:
+        layouts: a YAML file that maps names to lists of overrides.
 
     Raises:
-        ConfigError: a case is malformed, named twice, or its configuration cannot run on `world_size` ranks.
+        ConfigError: a case is malformed, named twice, or its configuration cannot run on `world_size` ranks; no layout
+            is left.
     """
+    changes = [] if layouts is None else _layouts(layouts, path, overrides, world_size)
+    changes += [_split(text) for text in cases]
     read: dict[str, Case] = {}
-    for text in cases or ["stage"]:
-        name, _, changes = text.partition(":")
-        own = [change for change in changes.split(",") if change]
-        if not name or "=" in name or "/" in name:
-            raise ConfigError(f"--case {text!r}: expected NAME:section.key=value,section.key=value")
+    for name, own in changes or [("stage", [])]:
         if name in read:
-            raise ConfigError(f"--case {text!r}: another case has that name")
+            raise ConfigError(f"case {name}: another case has that name")
         try:
             config = load_stage(path, [*overrides, *own])
             check_stage(config, world_size)
         except ConfigError as error:
-            raise ConfigError(f"case {name}: {error}" if cases else str(error)) from None
+            raise ConfigError(f"case {name}: {error}" if changes else str(error)) from None
         read[name] = Case(name, [*overrides, *own], config)
     return list(read.values())
+
+
+def _split(text: str) -> tuple[str, list[str]]:
+    name, _, changes = text.partition(":")
+    if not name or "=" in name or "/" in name:
+        raise ConfigError(f"--case {text!r}: expected NAME:section.key=value,section.key=value")
+    return name, [change for change in changes.split(",") if change]
+
+
+def _layouts(file: Path, stage: Path, overrides: Sequence[str], world_size: int) -> list[tuple[str, list[str]]]:
+    found, left_out = [], []
+    for name, own in read_tree(file).items():
+        if not isinstance(own, list) or not all(isinstance(change, str) for change in own):
+            raise ConfigError(f"{file}: {name}={own!r} must be a list of section.key=value")
+        try:
+            needed = load_stage(stage, [*overrides, *own]).parallel.replica_size
+        except ConfigError as error:
+            raise ConfigError(f"{file}: {name}: {error}") from None
+        if world_size % needed:
+            left_out.append(f"{name} (a multiple of {needed})")
+        else:
+            found.append((name, own))
+    if left_out:
+        logger.info("Left out on %d ranks: %s", world_size, ", ".join(left_out))
+    if not found:
+        raise ConfigError(f"{file}: no layout is for {world_size} ranks")
+    return found

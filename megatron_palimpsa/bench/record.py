@@ -1,14 +1,10 @@
-"""Measurements as flat records: JSON lines or CSV for programs, a table for people."""
+"""Measurements as flat records."""
 
 from __future__ import annotations
 
-import csv
-import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +12,9 @@ from palimpsa_kernels.dispatch import VARIABLE as KERNELS
 
 from megatron_palimpsa.bench.cases import Case
 from megatron_palimpsa.bench.measure import Measurement
-from megatron_palimpsa.config import ConfigError, ParallelConfig
-from megatron_palimpsa.training.console import peak_flops, short_count
+from megatron_palimpsa.bench.profile import PARTS
+from megatron_palimpsa.config import ParallelConfig
+from megatron_palimpsa.training.console import peak_flops
 from megatron_palimpsa.training.memory import MemoryEstimate
 from megatron_palimpsa.training.parameters import count_parameters
 
@@ -34,6 +31,9 @@ MEASURED = (
     "estimate_error_percent",
     "loss",
     "grad_norm",
+    "losses",
+    "grad_norms",
+    *(f"share_{part}" for part in (*PARTS, "other", "idle")),
     "steps",
     "build_seconds",
     "first_step_seconds",
@@ -46,8 +46,8 @@ MEASURED = (
 """Fields that are None where the configuration did not run."""
 
 
-def describe(case: Case, world_size: int, estimate: MemoryEstimate) -> Record:
-    """What is known of a case before it runs; memory in bytes."""
+def describe(case: Case, world_size: int, estimate: MemoryEstimate, data: str = "random") -> Record:
+    """What is known of a case before it runs; memory in bytes; `data` is "random" or "own"."""
     config = case.config
     model, train, parallel = config.model, config.train, config.parallel
     on_cuda = torch.cuda.is_available()
@@ -70,6 +70,7 @@ def describe(case: Case, world_size: int, estimate: MemoryEstimate) -> Record:
         "seq_length": model.seq_length,
         "micro_batch_size": train.micro_batch_size,
         "global_batch_tokens": train.global_batch_tokens,
+        "data": data,
         "layers": {symbol: model.layers.count(symbol) for symbol in dict.fromkeys(model.layers)},
         "parameters": count_parameters(model),
         "estimate_bytes": estimate.total,
@@ -107,7 +108,7 @@ def complete(record: Record, measured: Measurement) -> Record:
     rates = [tokens / seconds for seconds in measured.step_seconds]
     rate = tokens / measured.median_seconds
     peak = peak_flops(record["device"])
-    saving = measured.saving
+    saving, shares = measured.saving, measured.shares
     error = None
     if measured.peak_bytes is not None:
         error = 100 * (record["estimate_bytes"] / measured.peak_bytes - 1)
@@ -124,6 +125,9 @@ def complete(record: Record, measured: Measurement) -> Record:
         "estimate_error_percent": error,
         "loss": measured.loss,
         "grad_norm": measured.grad_norm,
+        "losses": measured.losses,
+        "grad_norms": measured.grad_norms,
+        **({} if shares is None else {f"share_{part}": share for part, share in shares.items()}),
         "steps": len(measured.step_seconds),
         "build_seconds": measured.build_seconds,
         "first_step_seconds": measured.first_step_seconds,
@@ -131,114 +135,6 @@ def complete(record: Record, measured: Measurement) -> Record:
     }
 
 
-class RecordFile:
-    """Appends a record at a time, so that what was measured stays; by its ending CSV or JSON lines."""
-
-    def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        """
-        Args:
-            columns: the records' keys.
-
-        Raises:
-            ConfigError: neither ending, or a CSV with other columns is there.
-        """
-        if path.suffix not in (".jsonl", ".csv"):
-            raise ConfigError(f"--output {path}: must end with .jsonl or .csv")
-        self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".csv" and path.exists():
-            with path.open(newline="") as file:
-                there = next(csv.reader(file), None)
-            if there not in (None, list(columns)):
-                raise ConfigError(f"--output {path}: has other columns than are to be written; name another file")
-
-    def write(self, record: Record) -> None:
-        with self._path.open("a", newline="") as file:
-            if self._path.suffix == ".jsonl":
-                file.write(json.dumps(record, allow_nan=False) + "\n")
-                return
-            flat = record | {"layers": _layers(record)}
-            writer = csv.DictWriter(file, flat, lineterminator="\n")
-            if file.tell() == 0:
-                writer.writeheader()
-            writer.writerow(flat)
-
-
-def _layers(record: Record) -> str:
+def layers_text(record: Record) -> str:
+    """Such as "56 M 8 P"."""
     return " ".join(f"{count} {symbol}" for symbol, count in record["layers"].items())
-
-
-COLUMNS = (
-    "case",
-    "layers",
-    "T x mb",
-    "ranks",
-    "layout",
-    "recompute",
-    "tokens/s",
-    "spread",
-    "MFU",
-    "peak",
-    "estimate",
-    "loss",
-)
-
-
-def saving_line(record: Record) -> str | None:
-    """What a background save cost, or None where none was measured."""
-    if record["save_bytes"] is None:
-        return None
-    size, copied = record["save_bytes"] / 1e9, record["save_copy_seconds"]
-    meanwhile = "within one step"
-    if record["save_step_seconds"]:
-        usual = record["global_batch_tokens"] / record["tokens_per_second"]
-        meanwhile = f"steps of {record['save_step_seconds']:.3f} s meanwhile, {usual:.3f} s without"
-    return (
-        f"{record['case']}: a save stops training for {record['save_stopped_seconds']:.3f} s; copying a rank's "
-        f"{size:.3g} GB to host memory takes {copied:.3f} s ({size / copied:.1f} GB/s); on disk after "
-        f"{record['save_complete_seconds']:.1f} s, {meanwhile}"
-    )
-
-
-def table(records: Sequence[Record]) -> str:
-    """The records as aligned columns; memory in GiB."""
-    rows = [COLUMNS, *(_row(record) for record in records)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-
-
-def _row(record: Record) -> tuple[str, ...]:
-    layout = [f"{name} {record[name]}" for name in ("tp", "pp", "vpp", "cp", "dp") if record[name] > 1]
-    if record["sequence_parallel"]:
-        layout.append("sp")
-    if record["engine"] == "deepspeed":
-        layout.append(f"ZeRO {record['zero_stage']}" + _offload(record))
-    known = (
-        record["case"],
-        _layers(record),
-        f"{record['seq_length']} x {record['micro_batch_size']}",
-        str(record["ranks"]),
-        ", ".join(layout) or "-",
-        record["recompute"],
-    )
-    estimate = _gib(record["estimate_bytes"])
-    if record["status"] != "ok":
-        return (*known, record["status"], "", "", "", estimate, "")
-    if record["estimate_error_percent"] is not None:
-        estimate += f" ({record['estimate_error_percent']:+.1f} %)"
-    rate = record["tokens_per_second"]
-    spread = f"{short_count(record['tokens_per_second_lowest'])}-{short_count(record['tokens_per_second_highest'])}"
-    mfu = "-" if record["mfu"] is None else f"{100 * record['mfu']:.1f} %"
-    return (*known, f"{rate:,.0f}", spread, mfu, _gib(record["peak_bytes"]), estimate, f"{record['loss']:.4f}")
-
-
-def _offload(record: Record) -> str:
-    if record["offload_parameters"]:
-        return ", all offloaded"
-    return ", optimizer offloaded" if record["offload_optimizer"] else ""
-
-
-def _gib(count: int | None) -> str:
-    return "-" if count is None else f"{count / 2**30:.2f} GiB"

@@ -1,4 +1,4 @@
-"""`bench`: tokens a second, MFU and memory of a stage on random tokens."""
+"""`bench`: tokens a second, MFU and memory of a stage, under one or several layouts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ def add(commands: argparse._SubParsersAction) -> None:
         "bench",
         help="tokens a second, MFU and peak memory of a stage on random tokens",
         description="Train a few steps of a stage on random packed tokens and print tokens a second, MFU and peak "
-        "memory beside the plan's estimate. Needs no data, tokenizer or run folder; under torchrun every rank runs it.",
+        "memory beside the plan's estimate, and how far layouts differ in losses. Needs no data, tokenizer or run "
+        "folder; under torchrun every rank runs it.",
     )
     parser.add_argument(
         "recipe", metavar="STAGE", help="the stage's YAML file, or the name of a packaged one (bench/2.7b)"
@@ -27,9 +28,25 @@ def add(commands: argparse._SubParsersAction) -> None:
         metavar="NAME:KEY=VALUE,...",
         help="measure the stage with these changes; repeated, one process measures all (the stage as it is)",
     )
+    parser.add_argument(
+        "--layouts",
+        metavar="FILE",
+        help="measure the stage under each layout of this file that the number of ranks allows: a YAML file of "
+        "NAME: [KEY=VALUE, ...], or the name of a packaged one (bench/layouts)",
+    )
+    parser.add_argument("--data", action="store_true", help="train on the stage's own data instead of random tokens")
+    parser.add_argument(
+        "--profile", action="store_true", help="on GPUs: what one more step spends its time on, by kernels of rank 0"
+    )
     parser.add_argument("--warmup", type=_count, default=2, metavar="N", help="steps before the clock (%(default)s)")
     parser.add_argument("--steps", type=_count, default=5, metavar="N", help="timed steps (%(default)s)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="append a record a case to a .jsonl or .csv")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="append a record a case to a .jsonl or .csv, with a picture beside it; what is there from before is not "
+        "measured again",
+    )
     parser.add_argument(
         "--save",
         type=Path,
@@ -50,5 +67,9 @@ def _bench(options: argparse.Namespace) -> int:
 
     from megatron_palimpsa import bench, launcher
 
-    cases = bench.read_cases(find_recipe(options.recipe), options.overrides, options.cases, launcher.world_size())
-    return bench.run_cases(cases, warmup=options.warmup, steps=options.steps, output=options.output, save=options.save)
+    layouts = None if options.layouts is None else find_recipe(options.layouts)
+    cases = bench.read_cases(
+        find_recipe(options.recipe), options.overrides, options.cases, launcher.world_size(), layouts
+    )
+    plan = bench.Plan(options.warmup, options.steps, own_data=options.data, profile=options.profile)
+    return bench.run_cases(cases, plan, output=options.output, save=options.save)

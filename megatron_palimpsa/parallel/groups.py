@@ -20,23 +20,13 @@ TIMEOUT = timedelta(minutes=20)
 
 
 def initialize(parallel: ParallelConfig, seed: int) -> None:
-    """Join the process group, build Megatron's groups for the layout and seed every random state.
-
-    Reads torchrun's environment (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). One process alone needs
-    neither the environment nor a port. NCCL with one GPU a rank where CUDA exists, gloo on the CPU otherwise. A
-    process group that exists already is used as it is.
+    """`join`, build Megatron's groups for the layout and seed every random state.
 
     Raises:
-        ConfigError: the layout does not divide the number of ranks, or there are more of them here than GPUs.
+        ConfigError: the layout does not divide the number of ranks, or as `join`.
     """
-    world_size = dist.get_world_size() if dist.is_initialized() else launcher.world_size()
-    check_ranks(parallel, world_size)
-    if torch.cuda.is_available():
-        _take_gpu()
-    else:
-        cpu.install()
-    if not dist.is_initialized():
-        _join_process_group(world_size)
+    check_ranks(parallel, dist.get_world_size() if dist.is_initialized() else launcher.world_size())
+    join()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
@@ -46,6 +36,23 @@ def initialize(parallel: ParallelConfig, seed: int) -> None:
         distributed_timeout_minutes=int(TIMEOUT.total_seconds()) // 60,
     )
     _seed(seed)
+
+
+def join() -> None:
+    """Join the process group of all ranks; one that exists already is used as it is.
+
+    Reads torchrun's environment (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). One process alone needs
+    neither the environment nor a port. NCCL with one GPU a rank where CUDA exists, gloo on the CPU otherwise.
+
+    Raises:
+        ConfigError: there are more ranks here than GPUs.
+    """
+    if torch.cuda.is_available():
+        _take_gpu()
+    else:
+        cpu.install()
+    if not dist.is_initialized():
+        _join_process_group(launcher.world_size())
 
 
 def _take_gpu() -> None:

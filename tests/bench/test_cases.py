@@ -49,6 +49,36 @@ def test_the_ranks_count():
         read_cases(STAGE, ["parallel.tp=2"], [], 3)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (1, ["dp", "zero1", "zero2", "zero3"]),
+        (2, ["dp", "tp2", "cp2", "zero1", "zero2", "zero3"]),
+        (8, ["dp", "tp2", "tp2-pp2", "cp2", "cp4", "zero1", "zero2", "zero3"]),
+    ],
+)
+def test_layouts_are_those_that_the_ranks_allow_and_cases_come_behind_them(ranks, names):
+    mamba2 = "mamba2:model.pattern=" + 64 * "M"
+    overrides = ["train.global_batch_tokens=65536"]
+    cases = read_cases(STAGE, overrides, [mamba2], ranks, stages.path("bench/layouts"))
+    assert [case.name for case in cases] == [*names, "mamba2"]
+    assert all(case.overrides[0] == overrides[0] for case in cases)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("dp: parallel.tp=2", "dp='parallel.tp=2' must be a list of section.key=value"),
+        ("tp3: [parallel.tp=3, parallel.pt=1]", "tp3: .*unknown key 'parallel.pt'"),
+        ("tp4: [parallel.tp=4]", "no layout is for 2 ranks"),
+    ],
+)
+def test_wrong_layouts_are_named(tmp_path, text, message):
+    (tmp_path / "layouts.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_cases(STAGE, [], [], 2, tmp_path / "layouts.yaml")
+
+
 def test_the_command_refuses_an_output_that_is_neither_csv_nor_json_lines(capsys, tmp_path):
     assert cli.main(["bench", str(STAGE), "--output", str(tmp_path / "table.txt")]) == 2
     assert "must end with .jsonl or .csv" in capsys.readouterr().err

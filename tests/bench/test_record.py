@@ -2,13 +2,19 @@
 
 import csv
 import json
+from dataclasses import replace
 
 import pytest
 from palimpsa_launch import stages
 
+from megatron_palimpsa.bench.agreement import agreement_lines
 from megatron_palimpsa.bench.cases import read_cases
 from megatron_palimpsa.bench.measure import Measurement
-from megatron_palimpsa.bench.record import RecordFile, complete, describe, table
+from megatron_palimpsa.bench.picture import draw
+from megatron_palimpsa.bench.profile import PARTS
+from megatron_palimpsa.bench.record import complete, describe
+from megatron_palimpsa.bench.record_file import RecordFile, measured_before
+from megatron_palimpsa.bench.table import shares_line, table
 from megatron_palimpsa.config import ConfigError
 from megatron_palimpsa.training.memory import estimate_memory
 
@@ -18,8 +24,8 @@ MEASURED = Measurement(
     build_seconds=1.0,
     first_step_seconds=9.0,
     step_seconds=[0.5, 0.25, 1.0],
-    loss=10.5,
-    grad_norm=1.0,
+    losses=[11.0, 10.5],
+    grad_norms=[2.0, 1.0],
     static_bytes=50 * 2**30,
     peak_bytes=80 * 2**30,
     reserved_bytes=90 * 2**30,
@@ -70,6 +76,50 @@ def test_the_table_has_a_line_a_case(known):
     assert "32,768" in done
     assert "80.00 GiB" in done
     assert f"{known['estimate_bytes'] / 2**30:.2f} GiB" in done
+
+
+@pytest.mark.parametrize("name", ["table.jsonl", "table.csv"])
+def test_a_file_gives_its_records_back_and_knows_what_was_measured(tmp_path, known, name):
+    file = RecordFile(tmp_path / name, list(known))
+    assert file.read() == []
+    measured = complete(known, replace(MEASURED, shares=dict.fromkeys([*PARTS, "other", "idle"], 0.125)))
+    failed = known | {"case": "1e3", "status": "out of memory"}
+    for record in (measured, failed):
+        file.write(record)
+    assert file.read() == [measured, failed]
+    # Another version's estimate is the same case; other ranks, settings or a newer PyTorch are not.
+    assert measured_before(known | {"estimate_bytes": 1, "parameters": 2}, file.read()) == measured
+    for other in ({"ranks": 4}, {"overrides": "seed=3"}, {"torch": "9.0"}, {"data": "own"}):
+        assert measured_before(known | other, file.read()) is None
+
+
+def test_a_file_of_something_else_is_refused(tmp_path, known):
+    path = tmp_path / "table.jsonl"
+    path.write_text("no record\n")
+    with pytest.raises(ConfigError, match="holds something else than records"):
+        RecordFile(path, list(known)).read()
+
+
+def test_cases_of_one_model_are_compared_whatever_their_layout(known):
+    first = complete(known | {"case": "dp"}, MEASURED)
+    near = complete(known | {"case": "tp2", "tp": 2, "dp": 1}, replace(MEASURED, losses=[11.0, 10.501]))
+    far = complete(known | {"case": "cp2", "cp": 2, "dp": 1}, replace(MEASURED, grad_norms=[2.1, 1.0]))
+    other = complete(known | {"case": "longer", "seq_length": 8192}, MEASURED)
+    out = known | {"case": "pp2", "status": "out of memory"}
+    (line,) = agreement_lines([first, out, near, far, other])
+    assert line == (
+        "dp and 2 of the same model, 2 steps, largest difference: losses 9.5e-05 (tp2 within 2e-03), "
+        "gradient norms 5.0e-02 (cp2, NOT within 2e-02)"
+    )
+
+
+def test_a_picture_has_rates_and_what_was_profiled(tmp_path, known):
+    profiled = complete(known, replace(MEASURED, shares=dict.fromkeys([*PARTS, "other", "idle"], 0.1)))
+    for records in ([profiled, known | {"status": "out of memory"}], [complete(known, MEASURED)]):
+        draw(records, tmp_path / "picture.png")
+        assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    assert shares_line(profiled).startswith(f"{profiled['case']}, of a step: communication 10 %, ")
+    assert shares_line(complete(known, MEASURED)) is None
 
 
 @pytest.mark.parametrize(

@@ -32,24 +32,45 @@ def test_every_case_is_trained_and_recorded(stage, tmp_path, capsys):
     assert all(record["tokens_per_second"] > 0 and record["steps"] == 2 for record in records)
     assert all(record["parameters"] > 0 and record["estimate_bytes"] > 0 for record in records)
     assert records[0]["mfu"] is records[0]["peak_bytes"] is None
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[-3:]] == ["plain", "again", "M"]
+    *_, plain, again, other, agreement, picture = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in (plain, again, other)] == ["plain", "again", "M"]
+    assert agreement.startswith("plain and 1 of the same model, 3 steps, largest difference: losses 0.0e+00 (again")
+    assert picture == f"Picture: {tmp_path / 'out.png'}"
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     # The run folder is not touched.
     assert not (tmp_path / "runs").exists()
+    # What is there is shown, not measured again; another setting is another case.
+    assert cli.main(["bench", str(stage), *cases[:2], "--case", "again:train.recompute=none", *STEPS, "--output",
+                     str(output)]) == 0  # fmt: skip
+    assert "1 of 2 cases are in" in capsys.readouterr().out
+    assert [json.loads(line)["case"] for line in output.read_text().splitlines()] == ["plain", "again", "M", "again"]
+
+
+def test_a_stage_s_own_data(tiny_data, tmp_path, stage, capsys):
+    own = write_stage(tmp_path, tiny_data, "own")
+    output = tmp_path / "out.jsonl"
+    assert cli.main(["bench", str(own), "--data", "--profile", *STEPS, "--output", str(output)]) == 0
+    record = json.loads(output.read_text())
+    assert record["data"] == "own"
+    assert len(record["losses"]) == len(record["grad_norms"]) == 3
+    assert record["losses"][0] != record["losses"][1] != record["losses"][2]  # no batch comes twice
+    assert record["share_scan"] is None  # no GPU
+    assert cli.main(["bench", str(stage), "--data", *STEPS]) == 2
+    assert "data." in capsys.readouterr().err
 
 
 def test_a_case_without_memory_is_recorded_and_the_next_runs(stage, tmp_path, monkeypatch):
     measure = bench_run.measure
 
-    def first_fails(config, **options):
+    def first_fails(config, plan, **options):
         if config.train.recompute == "none":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 TiB.")
-        return measure(config, **options)
+        return measure(config, plan, **options)
 
     monkeypatch.setattr(bench_run, "measure", first_fails)
     output = tmp_path / "out.jsonl"
     cases = bench.read_cases(stage, [], ["large", "small:train.recompute=full"], 1)
-    bench.run_cases(cases, warmup=1, steps=1, output=output)
+    bench.run_cases(cases, bench.Plan(1, 1), output=output)
     large, small = (json.loads(line) for line in output.read_text().splitlines())
     assert large["status"] == "out of memory"
     assert large["tokens_per_second"] is None

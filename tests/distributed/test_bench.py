@@ -11,7 +11,7 @@ from helpers.stages import tiny_stage
 from torch.distributed import distributed_c10d
 
 from megatron_palimpsa import parallel
-from megatron_palimpsa.bench.measure import Measurement, measure
+from megatron_palimpsa.bench.measure import Measurement, Plan, measure
 from megatron_palimpsa.config import StageConfig
 
 TRAIN = {"global_batch_tokens": 128, "tokens": 12800}
@@ -27,7 +27,7 @@ def measure_all(configs: list[StageConfig]) -> list[Measurement]:
     measured = []
     for config in configs:
         before = bytes_of_tensors()
-        measured.append(measure(config, warmup=1, steps=1))
+        measured.append(measure(config, Plan(1, 1)))
         # Over NCCL every group holds memory: none may be left for the next case, and nothing of the model.
         assert set(distributed_c10d._world.pg_map) == {dist.group.WORLD}
         assert bytes_of_tensors() - before < 4 * measured[-1].parameters
@@ -44,7 +44,7 @@ def bytes_of_tensors() -> int:
 def test_every_layout_trains_on_the_same_tokens(two_processes):
     configs = [tiny_stage(2, train=TRAIN, model={"pattern": "MP"}, parallel=layout) for layout in LAYOUTS]
     first, second = two_processes.run(measure_all, configs)
-    alone = measure(tiny_stage(train=TRAIN, model={"pattern": "MP"}), warmup=1, steps=1)
+    alone = measure(tiny_stage(train=TRAIN, model={"pattern": "MP"}), Plan(1, 1))
     parallel.destroy()
     assert [case.loss for case in first] == [case.loss for case in second]
     for case in first:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_palimpsa import cli, parallel
-from megatron_palimpsa.bench import run
+from megatron_palimpsa.bench import Plan, run
 from megatron_palimpsa.config import StageConfig
 
 
@@ -24,10 +24,10 @@ def bench(arguments: list[str], environment: dict[str, str], error: Exception | 
         os.dup2(output.fileno(), 2)
     measure, calls = run.measure, []
 
-    def measure_or_not(config: StageConfig, **options: Any) -> Any:
+    def measure_or_not(config: StageConfig, plan: Plan, **options: Any) -> Any:
         calls.append(config)
         if len(calls) == 1:
-            return measure(config, **options)
+            return measure(config, plan, **options)
         parallel.initialize(config.parallel, config.seed)
         if error is not None:
             raise error

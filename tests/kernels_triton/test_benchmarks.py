@@ -217,7 +217,7 @@ def test_slices_of_layers_take_a_training_step() -> None:
     names = {
         "adjoint_kernel": "scan",
         "conv_gradient_kernel": "conv",
-        "nvjet_hsh_128x256": "gemm",
+        "nvjet_hsh_128x256": "matmul",
         "elementwise": "other",
     }
     assert {name: part_of(name) for name in names} == names

@@ -1,0 +1,102 @@
+"""Records appended to a file one at a time, so that what was measured stays; by its ending CSV or JSON lines."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_palimpsa.bench.record import MEASURED, Record, layers_text
+from megatron_palimpsa.config import ConfigError
+
+_CHANGES = {*MEASURED, "status", "parameters", "estimate_bytes"}
+"""Fields that a measurement, or another version of the estimate, changes: the others say what was measured."""
+_LISTS = ("losses", "grad_norms")
+_TEXT = ("case", "stage", "overrides")
+"""Fields of a CSV that are never numbers, whatever they look like."""
+
+
+class RecordFile:
+    """What is there may be of earlier runs.
+
+    Raises:
+        ConfigError: the path has neither ending, the file cannot be read, or is a CSV with other columns.
+    """
+
+    def __init__(self, path: Path, columns: Sequence[str]) -> None:
+        """
+        Args:
+            columns: the records' keys.
+        """
+        if path.suffix not in (".jsonl", ".csv"):
+            raise ConfigError(f"--output {path}: must end with .jsonl or .csv")
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".csv" and path.exists():
+            with path.open(newline="") as file:
+                there = next(csv.reader(file), None)
+            if there not in (None, list(columns)):
+                raise ConfigError(f"--output {path}: has other columns than are to be written; name another file")
+
+    def write(self, record: Record) -> None:
+        with self._path.open("a", newline="") as file:
+            if self._path.suffix == ".jsonl":
+                file.write(json.dumps(record, allow_nan=False) + "\n")
+                return
+            flat = _flat(record)
+            writer = csv.DictWriter(file, flat, lineterminator="\n")
+            if file.tell() == 0:
+                writer.writeheader()
+            writer.writerow(flat)
+
+    def read(self) -> list[Record]:
+        """From the first to the newest."""
+        if not self._path.exists():
+            return []
+        try:
+            with self._path.open(newline="") as file:
+                if self._path.suffix == ".jsonl":
+                    return [json.loads(line) for line in file]
+                return [_unflat(row) for row in csv.DictReader(file, strict=True)]
+        except (ValueError, KeyError, csv.Error) as error:
+            raise ConfigError(f"--output {self._path}: holds something else than records ({error!r})") from None
+
+
+def measured_before(known: Record, records: Sequence[Record]) -> Record | None:
+    """The newest of the records that is of the same case in the same surroundings."""
+    return next((record for record in reversed(records) if _identity(record) == _identity(known)), None)
+
+
+def _identity(record: Record) -> dict[str, str]:
+    return {key: text for key, text in _flat(record).items() if key not in _CHANGES}
+
+
+def _flat(record: Record) -> dict[str, str]:
+    """Every field as a CSV has it."""
+    lists = {key: " ".join(map(repr, record[key] or ())) for key in _LISTS if key in record}
+    texts = {key: "" if value is None else str(value) for key, value in record.items()}
+    return texts | lists | {"layers": layers_text(record)}
+
+
+def _unflat(row: dict[str, str]) -> Record:
+    record: Record = {key: text if key in _TEXT else _value(text) for key, text in row.items()}
+    for key in _LISTS:
+        record[key] = [float(number) for number in row[key].split()] or None
+    words = row["layers"].split()
+    record["layers"] = {symbol: int(count) for count, symbol in zip(words[::2], words[1::2], strict=True)}
+    return record
+
+
+def _value(text: str) -> Any:
+    """None, a truth value, a number or the text itself."""
+    known = {"": None, "True": True, "False": False}
+    if text in known:
+        return known[text]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
