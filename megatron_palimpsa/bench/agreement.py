@@ -17,7 +17,7 @@ def agreement_lines(records: Sequence[Record]) -> Iterator[str]:
     """A line for each group of cases that differ in layout alone: how far they are from the first of them."""
     groups: dict[tuple[object, ...], list[Record]] = defaultdict(list)
     for record in records:
-        if record["status"] == "ok" and record["losses"]:
+        if record["status"] == "ok" and record["losses"] and record["grad_norms"]:
             groups[(*(record[key] for key in _SAME), layers_text(record))].append(record)
     for first, *others in groups.values():
         if others:

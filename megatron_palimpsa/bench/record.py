@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import asdict
 from importlib.metadata import version
@@ -11,7 +12,7 @@ import torch
 from palimpsa_kernels.dispatch import VARIABLE as KERNELS
 
 from megatron_palimpsa.bench.cases import Case
-from megatron_palimpsa.bench.measure import Measurement
+from megatron_palimpsa.bench.measure import Measurement, Plan
 from megatron_palimpsa.bench.profile import PARTS
 from megatron_palimpsa.config import ParallelConfig
 from megatron_palimpsa.training.console import peak_flops
@@ -46,8 +47,8 @@ MEASURED = (
 """Fields that are None where the configuration did not run."""
 
 
-def describe(case: Case, world_size: int, estimate: MemoryEstimate, data: str = "random") -> Record:
-    """What is known of a case before it runs; memory in bytes; `data` is "random" or "own"."""
+def describe(case: Case, world_size: int, estimate: MemoryEstimate, plan: Plan) -> Record:
+    """What is known of a case before it runs; memory in bytes."""
     config = case.config
     model, train, parallel = config.model, config.train, config.parallel
     on_cuda = torch.cuda.is_available()
@@ -70,11 +71,12 @@ def describe(case: Case, world_size: int, estimate: MemoryEstimate, data: str = 
         "seq_length": model.seq_length,
         "micro_batch_size": train.micro_batch_size,
         "global_batch_tokens": train.global_batch_tokens,
-        "data": data,
+        "data": "own" if plan.own_data else "random",
         "layers": {symbol: model.layers.count(symbol) for symbol in dict.fromkeys(model.layers)},
         "parameters": count_parameters(model),
         "estimate_bytes": estimate.total,
         **dict.fromkeys(MEASURED),
+        "steps": plan.steps,
         "device": torch.cuda.get_device_name() if on_cuda else "cpu",
         "kernels": os.environ.get(KERNELS, "auto"),
         "torch": torch.__version__,
@@ -123,16 +125,20 @@ def complete(record: Record, measured: Measurement) -> Record:
         "beside_bytes": measured.beside_bytes,
         "static_bytes": measured.static_bytes,
         "estimate_error_percent": error,
-        "loss": measured.loss,
-        "grad_norm": measured.grad_norm,
-        "losses": measured.losses,
-        "grad_norms": measured.grad_norms,
+        "loss": _finite([measured.loss]) and measured.loss,
+        "grad_norm": _finite([measured.grad_norm]) and measured.grad_norm,
+        "losses": _finite(measured.losses),
+        "grad_norms": _finite(measured.grad_norms),
         **({} if shares is None else {f"share_{part}": share for part, share in shares.items()}),
-        "steps": len(measured.step_seconds),
         "build_seconds": measured.build_seconds,
         "first_step_seconds": measured.first_step_seconds,
         **({} if saving is None else {f"save_{name}": value for name, value in asdict(saving).items()}),
     }
+
+
+def _finite(values: list[float]) -> list[float] | None:
+    """None where one of them is not: neither kind of file has a number for it."""
+    return values if all(map(math.isfinite, values)) else None
 
 
 def layers_text(record: Record) -> str:

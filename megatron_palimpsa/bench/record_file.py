@@ -11,7 +11,7 @@ from typing import Any
 from megatron_palimpsa.bench.record import MEASURED, Record, layers_text
 from megatron_palimpsa.config import ConfigError
 
-_CHANGES = {*MEASURED, "status", "parameters", "estimate_bytes"}
+_CHANGES = {*MEASURED, "status", "parameters", "estimate_bytes"} - {"steps"}
 """Fields that a measurement, or another version of the estimate, changes: the others say what was measured."""
 _LISTS = ("losses", "grad_norms")
 _TEXT = ("case", "stage", "overrides")
@@ -60,13 +60,21 @@ class RecordFile:
                 if self._path.suffix == ".jsonl":
                     return [json.loads(line) for line in file]
                 return [_unflat(row) for row in csv.DictReader(file, strict=True)]
-        except (ValueError, KeyError, csv.Error) as error:
-            raise ConfigError(f"--output {self._path}: holds something else than records ({error!r})") from None
+        except (ValueError, KeyError, TypeError, csv.Error) as error:
+            raise ConfigError(
+                f"--output {self._path}: holds something else than records ({error}); a line that was cut off can be "
+                "taken out, or name another file"
+            ) from None
 
 
-def measured_before(known: Record, records: Sequence[Record]) -> Record | None:
-    """The newest of the records that is of the same case in the same surroundings."""
-    return next((record for record in reversed(records) if _identity(record) == _identity(known)), None)
+def measured_before(known: Record, wanted: Sequence[str], records: Sequence[Record]) -> Record | None:
+    """The newest of the records that is of the same case in the same surroundings.
+
+    Args:
+        wanted: fields that a record of a case that ran has to have.
+    """
+    same = (record for record in reversed(records) if _identity(record) == _identity(known))
+    return next((r for r in same if r["status"] != "ok" or all(r[field] is not None for field in wanted)), None)
 
 
 def _identity(record: Record) -> dict[str, str]:

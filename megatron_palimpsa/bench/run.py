@@ -6,6 +6,8 @@ import logging
 import math
 from pathlib import Path
 
+import torch
+
 from megatron_palimpsa import launcher, parallel
 from megatron_palimpsa.bench.agreement import agreement_lines
 from megatron_palimpsa.bench.alarm import Alarm
@@ -39,7 +41,7 @@ def run_cases(cases: list[Case], plan: Plan, *, output: Path | None = None, save
         ConfigError: as `RecordFile` and `measure`.
     """
     launcher.require_meeting_place()
-    report = _Report(cases, output, "own" if plan.own_data else "random")
+    report = _Report(cases, plan, output, saves=save is not None)
     alarm = Alarm(report.give_up) if launcher.world_size() > 1 else None
     try:
         with parallel.leaving():
@@ -68,11 +70,11 @@ def run_cases(cases: list[Case], plan: Plan, *, output: Path | None = None, save
 class _Report:
     """What is known of the cases before they run, and the records of those that did; rank 0 writes and shows them."""
 
-    def __init__(self, cases: list[Case], output: Path | None, data: str) -> None:
+    def __init__(self, cases: list[Case], plan: Plan, output: Path | None, *, saves: bool) -> None:
         world_size = launcher.world_size()
         self.known = [
             describe(
-                case, world_size, estimate_memory(case.config, world_size // case.config.parallel.replica_size), data
+                case, world_size, estimate_memory(case.config, world_size // case.config.parallel.replica_size), plan
             )
             for case in cases
         ]
@@ -80,7 +82,8 @@ class _Report:
         self._output = output
         self._file = RecordFile(output, list(self.known[0])) if output is not None and self._is_main else None
         before = [] if self._file is None else self._file.read()
-        self._before = [measured_before(known, before) for known in self.known]
+        wanted = ["save_bytes"] * saves + ["share_other"] * (plan.profile and torch.cuda.is_available())
+        self._before = [measured_before(known, wanted, before) for known in self.known]
         self._records: list[Record] = [record for record in self._before if record is not None]
 
     def left(self) -> list[int]:

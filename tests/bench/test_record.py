@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from palimpsa_launch import stages
 
 from megatron_palimpsa.bench.agreement import agreement_lines
 from megatron_palimpsa.bench.cases import read_cases
-from megatron_palimpsa.bench.measure import Measurement
+from megatron_palimpsa.bench.measure import Measurement, Plan
 from megatron_palimpsa.bench.picture import draw
 from megatron_palimpsa.bench.profile import PARTS
 from megatron_palimpsa.bench.record import complete, describe
@@ -18,6 +19,7 @@ from megatron_palimpsa.bench.table import shares_line, table
 from megatron_palimpsa.config import ConfigError
 from megatron_palimpsa.training.memory import estimate_memory
 
+PLAN = Plan(warmup=1, steps=3)
 MEASURED = Measurement(
     parameters=2_700_000_000,
     flops_per_token=2e10,
@@ -36,7 +38,7 @@ MEASURED = Measurement(
 @pytest.fixture
 def known():
     (case,) = read_cases(stages.path("bench/2.7b"), ["train.global_batch_tokens=16384"], [], 2)
-    return describe(case, 2, estimate_memory(case.config, 2)) | {"device": "NVIDIA H200"}
+    return describe(case, 2, estimate_memory(case.config, 2), PLAN) | {"device": "NVIDIA H200"}
 
 
 def test_rates_come_from_the_median_step_and_mfu_from_all_devices(known):
@@ -87,16 +89,30 @@ def test_a_file_gives_its_records_back_and_knows_what_was_measured(tmp_path, kno
     for record in (measured, failed):
         file.write(record)
     assert file.read() == [measured, failed]
-    # Another version's estimate is the same case; other ranks, settings or a newer PyTorch are not.
-    assert measured_before(known | {"estimate_bytes": 1, "parameters": 2}, file.read()) == measured
-    for other in ({"ranks": 4}, {"overrides": "seed=3"}, {"torch": "9.0"}, {"data": "own"}):
-        assert measured_before(known | other, file.read()) is None
+    # Another version's estimate is the same case; other ranks, settings, steps or a newer PyTorch are not.
+    assert measured_before(known | {"estimate_bytes": 1, "parameters": 2}, [], file.read()) == measured
+    for other in ({"ranks": 4}, {"overrides": "seed=3"}, {"torch": "9.0"}, {"data": "own"}, {"steps": 5}):
+        assert measured_before(known | other, [], file.read()) is None
+    assert measured_before(known, ["share_scan"], file.read()) == measured
+    assert measured_before(known, ["save_bytes"], file.read()) is None
 
 
-def test_a_file_of_something_else_is_refused(tmp_path, known):
-    path = tmp_path / "table.jsonl"
-    path.write_text("no record\n")
-    with pytest.raises(ConfigError, match="holds something else than records"):
+@pytest.mark.parametrize("name", ["table.jsonl", "table.csv"])
+def test_a_loss_that_is_no_number_is_recorded_as_none(tmp_path, known, name):
+    file = RecordFile(tmp_path / name, list(known))
+    file.write(complete(known, replace(MEASURED, losses=[11.0, math.nan], grad_norms=[1.0, math.inf])))
+    (record,) = file.read()
+    assert record["loss"] is record["losses"] is record["grad_norm"] is record["grad_norms"] is None
+
+
+@pytest.mark.parametrize("name", ["table.jsonl", "table.csv"])
+def test_a_file_with_a_line_cut_off_is_refused(tmp_path, known, name):
+    path = tmp_path / name
+    file = RecordFile(path, list(known))
+    for _ in range(2):
+        file.write(complete(known, MEASURED))
+    path.write_text(path.read_text()[:-200])
+    with pytest.raises(ConfigError, match=r"holds something else than records .* can be taken out"):
         RecordFile(path, list(known)).read()
 
 
@@ -143,7 +159,7 @@ def test_engine_and_stage_are_told_apart(overrides, fields, shown):
     keys = [f"parallel.deepspeed.{override}" for override in overrides]
     keys += ["parallel.engine=deepspeed"] if overrides else []
     (case,) = read_cases(stages.path("bench/2.7b"), ["train.global_batch_tokens=8192", *keys], [], 2)
-    record = complete(describe(case, 2, estimate_memory(case.config, 2)), MEASURED)
+    record = complete(describe(case, 2, estimate_memory(case.config, 2), PLAN), MEASURED)
     names = ("engine", "distributed_optimizer", "zero_stage", "offload_optimizer", "offload_parameters")
     assert tuple(record[name] for name in names) == fields
     assert shown in table([record])
