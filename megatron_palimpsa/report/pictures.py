@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator
 
 from megatron_palimpsa.config import IMPORTANCE_SYMBOLS
-from megatron_palimpsa.report.stages import Record, StageRecords
+from megatron_palimpsa.report.stages import StageRecords
 from megatron_palimpsa.report.style import COLOURS, save, tidy
 
 
@@ -87,34 +87,44 @@ def draw_loss_by_position(stage: StageRecords, path: Path) -> None:
     save(figure, path)
 
 
-def draw_memory(stages: Sequence[StageRecords], symbols: str, path: Path) -> None:
+_MEMORY = {
+    "window": "memory window $N_t$ (tokens, median)",
+    "importance_ratio": "importance ratio $r$ (median of heads)",
+}
+
+
+def draw_memory(stages: Sequence[StageRecords], symbols: str, path: Path) -> bool:
     """Memory window N_t and importance ratio r = (I_max - I_min) / I_min of each layer over training.
 
     `symbols` names the layers, one letter each (`MPM*-P`); layers are numbered from 1.
+
+    Returns:
+        Whether there is a picture: not where no layer has a state.
     """
-    figure, (window, ratio) = plt.subplots(2, 1, figsize=(9, 7), sharex=True, layout="constrained")
-    _draw_by_layer(window, stages, symbols, lambda values: values.get("window"))
-    _draw_by_layer(ratio, stages, symbols, lambda values: values.get("importance_ratio"))
-    window.set_ylabel("memory window $N_t$ (tokens, median)")
-    ratio.set_ylabel("importance ratio $r$ (median of heads)")
-    for axes in (window, ratio):
+    recorded = [values for stage in stages for record in stage.valid for values in record["memory"].values()]
+    kinds = [kind for kind in _MEMORY if any(values.get(kind) is not None for values in recorded)]
+    if not kinds:
+        return False
+    height = 0.5 + 3.25 * len(kinds)
+    figure, every = plt.subplots(len(kinds), 1, figsize=(9, height), sharex=True, squeeze=False, layout="constrained")
+    for kind, axes in zip(kinds, every.flat, strict=True):
+        _draw_by_layer(axes, stages, symbols, kind)
+        axes.set_ylabel(_MEMORY[kind])
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("")
-    _token_axis(window, stages)
-    _token_axis(ratio, stages)
-    for text in list(ratio.texts):
-        text.remove()
-    ratio.set_xlabel("tokens seen")
-    for axes in (window, ratio):
+        _token_axis(axes, stages)
         axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    for axes in every.flat[1:]:
+        for text in list(axes.texts):
+            text.remove()
+    every.flat[-1].set_xlabel("tokens seen")
     save(figure, path)
+    return True
 
 
-def _draw_by_layer(
-    axes: Axes, stages: Sequence[StageRecords], symbols: str, value: Callable[[Record], float | None]
-) -> None:
+def _draw_by_layer(axes: Axes, stages: Sequence[StageRecords], symbols: str, kind: str) -> None:
     layers = sorted({int(layer) for stage in stages for record in stage.valid for layer in record["memory"]})
     for index, layer in enumerate(layers):
         symbol = symbols[layer - 1]
@@ -130,7 +140,7 @@ def _draw_by_layer(
             points = [
                 (start + record["tokens"], number)
                 for record in stage.valid
-                if (number := value(record["memory"].get(str(layer), {}))) is not None
+                if (number := record["memory"].get(str(layer), {}).get(kind)) is not None
             ]
             if points:
                 axes.plot(*zip(*points, strict=True), label=label, **style)

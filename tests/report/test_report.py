@@ -72,12 +72,36 @@ def test_a_copied_stage_is_read_from_its_own_folder(finished: Path) -> None:
     assert sorted(row.loss_after for row in write.summaries(finished)) == [2.5, 2.75, 4.0, 4.4]
 
 
-def test_stages_of_different_models_are_refused(finished: Path) -> None:
+def test_stages_with_other_layers_get_a_report_of_their_own(
+    finished: Path, generated: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     config = write.stages_in(finished)["instruct"]
-    other = dataclasses.replace(config, model=dataclasses.replace(config.model, pattern="M"))
+    other = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, pattern=config.model.layers.replace("P", "Q"))
+    )
     RunFolder(finished / "instruct").write_config(other)
-    with pytest.raises(ConfigError, match=r"different models .*instruct has 'M'"):
-        build(finished)
+    path = build(finished)
+    assert generated == [finished / "long-context", finished / "instruct"]
+    text = path.read_text()
+    assert format_table(write.summaries(finished)) in text
+    assert format_table(write.summaries(finished)) in capsys.readouterr().out
+    for names, own in (("continue-pretraining, long-context", "long-context"), ("instruct", "instruct")):
+        assert f"- [{names}]({own}/report.md)" in text
+        assert (path.parent / own / "memory.png").read_bytes().startswith(PNG)
+    assert [row["stage"] for row in json.loads((path.parent / "report.json").read_text())["stages"]] == list(NAMES)
+    assert write.is_current(finished)
+
+
+@pytest.mark.parametrize(("pattern", "has_picture"), [("*-", False), ("MM", True)])
+def test_layers_without_importance_or_without_any_state_are_drawn_as_they_are(
+    tmp_path: Path, generated: list[Path], pattern: str, has_picture: bool
+) -> None:
+    config = demo_stage("long-context", tmp_path)
+    model = dataclasses.replace(config.model, pattern=pattern, num_attention_heads=4, ffn_hidden_size=64)
+    config = dataclasses.replace(config, model=model, init_from=None)
+    write_finished_stage(config, first_loss=5.0, last_loss=4.0)
+    path = build(tmp_path)
+    assert ("](memory.png)" in path.read_text()) == (path.parent / "memory.png").exists() == has_picture
 
 
 def test_build_writes_report_data_and_pictures(
