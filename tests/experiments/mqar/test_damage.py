@@ -127,6 +127,7 @@ def test_damaged_files_are_named(runs: list[Run], capsys: pytest.CaptureFixture[
         (runs[1].checkpoint, b"\x08\0\0\0\0\0\0\0{}      ", "it has no '__metadata__'"),
         (runs[1].checkpoint, whole[: len(whole) // 2], "incomplete metadata"),
         (runs[0].result, b"{", "Expecting property name"),
+        (runs[0].result, result.replace(b'"lesson": 1', b'"lesson": 7'), "epoch 4 of its records is not one"),
         (runs[0].result, b"[" * 100_000, "recursion"),
         (runs[0].result, b"[]", "list indices"),
         (runs[0].result, result.replace(b'"seed": 0', b'"seed": 1'), "it is of tiny lr 0.01 seed 1"),

@@ -133,9 +133,10 @@ def test_pictures_show_the_numbers(configs: list[SweepConfig], monkeypatch: pyte
 
 def test_other_folders_are_no_runs(configs: list[SweepConfig]) -> None:
     of_a = configs[0].folder
-    (of_a / "lr-0.01-seed-0").rename(of_a / "lr-0.010-seed-0")
+    shutil.copytree(of_a / "lr-0.01-seed-0", of_a / "lr-0.010-seed-0")
     (of_a / "lr-1.-.-seed-0").mkdir()
-    assert [(item.run.lr, item.run.seed) for item in summary.read_runs(configs[0])] == [(0.02, 0), (0.01, 1), (0.02, 1)]
+    found = [(item.run.lr, item.run.seed) for item in summary.read_runs(configs[0])]
+    assert found == [(0.01, 0), (0.02, 0), (0.01, 1), (0.02, 1)]
 
 
 def test_runs_that_diverged_are_named(configs: list[SweepConfig]) -> None:
