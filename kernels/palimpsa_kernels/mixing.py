@@ -210,10 +210,10 @@ def _check(
             float32[name] = state
     checks.check_shapes(shapes)
     checks.check_dtypes(inputs, float32)
+    allowed = dict.fromkeys((q.dtype, torch.float32))
     for name, tensor in steps.items():
         checks.require(
-            tensor.dtype in (q.dtype, heads.A_log.dtype),
-            f"{name} has dtype {tensor.dtype}, expected {q.dtype} or torch.float32",
+            tensor.dtype in allowed, f"{name} has dtype {tensor.dtype}, expected {' or '.join(map(str, allowed))}"
         )
         checks.require(tensor.device == q.device, f"{name} is on {tensor.device}, but q is on {q.device}")
     if importance is not None:
