@@ -19,7 +19,17 @@ PLACES = [
 # In docs/architecture.md a module is named without the folder that its paragraph is about.
 PLACES += [
     f"megatron_palimpsa/{folder}"
-    for folder in ("model", "parallel", "engine", "training", "convert", "export", "evaluation", "experiments/mqar")
+    for folder in (
+        "model",
+        "parallel",
+        "engine",
+        "training",
+        "convert",
+        "export",
+        "evaluation",
+        "experiments/mqar",
+        "bench",
+    )
 ]
 PLACES += [
     "data_prep",
