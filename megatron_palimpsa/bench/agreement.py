@@ -10,6 +10,7 @@ from megatron_palimpsa.bench.record import Record, layers_text
 STEPS = 10
 BOUNDS = {"fp32": (1e-5, 1e-4), "bf16": (2e-3, 2e-2), "fp16": (2e-3, 2e-2)}
 """Largest relative difference of losses and of gradient norms, by precision; ours."""
+_LAYOUT = ("parallel.", "train.recompute=")
 _SAME = ("stage", "precision", "seq_length", "micro_batch_size", "global_batch_tokens", "data")
 
 
@@ -18,10 +19,15 @@ def agreement_lines(records: Sequence[Record]) -> Iterator[str]:
     groups: dict[tuple[object, ...], list[Record]] = defaultdict(list)
     for record in records:
         if record["status"] == "ok" and record["losses"] and record["grad_norms"]:
-            groups[(*(record[key] for key in _SAME), layers_text(record))].append(record)
+            groups[(*(record[key] for key in _SAME), layers_text(record), _other_settings(record))].append(record)
     for first, *others in groups.values():
         if others:
             yield _line(first, others)
+
+
+def _other_settings(record: Record) -> frozenset[str]:
+    """The overrides that say something else than how the same function is computed."""
+    return frozenset(key for key in record["overrides"].split() if not key.startswith(_LAYOUT))
 
 
 def _line(first: Record, others: Sequence[Record]) -> str:

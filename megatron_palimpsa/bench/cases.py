@@ -53,16 +53,21 @@ def read_cases(
 
 def _split(text: str) -> tuple[str, list[str]]:
     name, _, changes = text.partition(":")
-    if not name or "=" in name or "/" in name:
+    if not _is_name(name):
         raise ConfigError(f"--case {text!r}: expected NAME:section.key=value,section.key=value")
     return name, [change for change in changes.split(",") if change]
+
+
+def _is_name(name: object) -> bool:
+    """It becomes a folder's too."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set("=/") & set(name)
 
 
 def _layouts(file: Path, stage: Path, overrides: Sequence[str], world_size: int) -> list[tuple[str, list[str]]]:
     found, left_out = [], []
     for name, own in read_tree(file).items():
-        if not isinstance(own, list) or not all(isinstance(change, str) for change in own):
-            raise ConfigError(f"{file}: {name}={own!r} must be a list of section.key=value")
+        if not _is_name(name) or not isinstance(own, list) or not all(isinstance(change, str) for change in own):
+            raise ConfigError(f"{file}: {name!r}: {own!r}: expected NAME: [section.key=value, ...]")
         try:
             needed = load_stage(stage, [*overrides, *own]).parallel.replica_size
         except ConfigError as error:

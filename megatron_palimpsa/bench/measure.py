@@ -6,6 +6,7 @@ import contextlib
 import gc
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megatron_palimpsa.config import StageConfig
 from megatron_palimpsa.engine.base import Engine, StepResult
 from megatron_palimpsa.engine.select import build_engine
 from megatron_palimpsa.training import ranks
+from megatron_palimpsa.training.batch import Batch
 
 
 @dataclass(frozen=True)
@@ -106,17 +108,24 @@ def _measure(config: StageConfig, plan: Plan, save: Path | None) -> Measurement:
     _give_back()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    start = _now()
     parallel.initialize(config.parallel, config.seed)
+    # First: the stage's own data may not be there.
+    batches = _batches(config, plan)
+    start = _now()
     with contextlib.closing(build_engine(config)) as engine:
         build_seconds = _now() - start
-        return _steps(engine, build_seconds, plan, save)
+        return _steps(engine, batches, build_seconds, plan, save)
 
 
-def _steps(engine: Engine, build_seconds: float, plan: Plan, save: Path | None) -> Measurement:
-    dp = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    batches = (own_batches if plan.own_data else random_batches)(engine.config, *dp)
+def _batches(config: StageConfig, plan: Plan) -> Iterator[Batch]:
+    """Of this data-parallel rank."""
+    rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    return (own_batches if plan.own_data else random_batches)(config, rank, size)
 
+
+def _steps(
+    engine: Engine, batches: Iterator[Batch], build_seconds: float, plan: Plan, save: Path | None
+) -> Measurement:
     def step() -> tuple[StepResult, float]:
         start = _now()
         result = engine.train_step(batches, lambda loss, grad_norm: True)

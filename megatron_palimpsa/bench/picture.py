@@ -1,4 +1,4 @@
-"""The records of a file as bars: tokens/s a rank, and what a step spends its time on."""
+"""Records as bars: tokens/s a rank, and what a step spends its time on."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megatron_palimpsa.report.style import COLOURS, save, tidy
 
 _PARTS = (*PARTS, "other", "idle")
 _SHADES = (*COLOURS, "0.6", "0.9")
+_RATES = ("tokens_per_second", "tokens_per_second_lowest", "tokens_per_second_highest")
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
@@ -37,9 +38,6 @@ def draw(records: Sequence[Record], path: Path) -> None:
         one.grid(axis="x", color="0.92")
     axes[0].invert_yaxis()
     save(figure, path)
-
-
-_RATES = ("tokens_per_second", "tokens_per_second_lowest", "tokens_per_second_highest")
 
 
 def _draw_shares(done: Sequence[Record], names: Sequence[str], axes: plt.Axes) -> None:

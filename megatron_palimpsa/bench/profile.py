@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 import torch
@@ -49,11 +48,9 @@ def shares(kernels: Iterable[tuple[str, float, float]], seconds: float) -> dict[
         seconds: of the whole step.
     """
     found = dict.fromkeys((*PARTS, "other", "idle"), 0.0)
-    by_part: dict[str, float] = defaultdict(float)
     busy = reached = 0.0
     for name, start, end in sorted(kernels, key=lambda kernel: kernel[1]):
-        by_part[part_of(name)] += end - start
+        found[part_of(name)] += (end - start) / seconds
         busy += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    found |= {part: took / seconds for part, took in by_part.items()}
     return found | {"idle": max(0.0, 1 - busy / seconds)}

@@ -35,7 +35,6 @@ MEASURED = (
     "losses",
     "grad_norms",
     *(f"share_{part}" for part in (*PARTS, "other", "idle")),
-    "steps",
     "build_seconds",
     "first_step_seconds",
     "save_bytes",
@@ -72,11 +71,11 @@ def describe(case: Case, world_size: int, estimate: MemoryEstimate, plan: Plan) 
         "micro_batch_size": train.micro_batch_size,
         "global_batch_tokens": train.global_batch_tokens,
         "data": "own" if plan.own_data else "random",
+        "steps": plan.steps,
         "layers": {symbol: model.layers.count(symbol) for symbol in dict.fromkeys(model.layers)},
         "parameters": count_parameters(model),
         "estimate_bytes": estimate.total,
         **dict.fromkeys(MEASURED),
-        "steps": plan.steps,
         "device": torch.cuda.get_device_name() if on_cuda else "cpu",
         "kernels": os.environ.get(KERNELS, "auto"),
         "torch": torch.__version__,
@@ -125,20 +124,16 @@ def complete(record: Record, measured: Measurement) -> Record:
         "beside_bytes": measured.beside_bytes,
         "static_bytes": measured.static_bytes,
         "estimate_error_percent": error,
-        "loss": _finite([measured.loss]) and measured.loss,
-        "grad_norm": _finite([measured.grad_norm]) and measured.grad_norm,
-        "losses": _finite(measured.losses),
-        "grad_norms": _finite(measured.grad_norms),
+        # None where one is not finite: neither kind of file has a number for it.
+        "loss": measured.loss if math.isfinite(measured.loss) else None,
+        "grad_norm": measured.grad_norm if math.isfinite(measured.grad_norm) else None,
+        "losses": measured.losses if all(map(math.isfinite, measured.losses)) else None,
+        "grad_norms": measured.grad_norms if all(map(math.isfinite, measured.grad_norms)) else None,
         **({} if shares is None else {f"share_{part}": share for part, share in shares.items()}),
         "build_seconds": measured.build_seconds,
         "first_step_seconds": measured.first_step_seconds,
         **({} if saving is None else {f"save_{name}": value for name, value in asdict(saving).items()}),
     }
-
-
-def _finite(values: list[float]) -> list[float] | None:
-    """None where one of them is not: neither kind of file has a number for it."""
-    return values if all(map(math.isfinite, values)) else None
 
 
 def layers_text(record: Record) -> str:

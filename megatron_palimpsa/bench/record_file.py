@@ -11,25 +11,25 @@ from typing import Any
 from megatron_palimpsa.bench.record import MEASURED, Record, layers_text
 from megatron_palimpsa.config import ConfigError
 
-_CHANGES = {*MEASURED, "status", "parameters", "estimate_bytes"} - {"steps"}
+_CHANGES = {*MEASURED, "status", "parameters", "estimate_bytes"}
 """Fields that a measurement, or another version of the estimate, changes: the others say what was measured."""
 _LISTS = ("losses", "grad_norms")
 _TEXT = ("case", "stage", "overrides")
-"""Fields of a CSV that are never numbers, whatever they look like."""
+_VERSIONS = ("torch", "triton", "megatron_core", "deepspeed")
+"""These, or None. None of both is a number, whatever it looks like in a CSV: 3.10 is not 3.1."""
 
 
 class RecordFile:
     """What is there may be of earlier runs.
 
+    Args:
+        columns: the records' keys.
+
     Raises:
-        ConfigError: the path has neither ending, the file cannot be read, or is a CSV with other columns.
+        ConfigError: the path has neither ending, or is a CSV with other columns.
     """
 
     def __init__(self, path: Path, columns: Sequence[str]) -> None:
-        """
-        Args:
-            columns: the records' keys.
-        """
         if path.suffix not in (".jsonl", ".csv"):
             raise ConfigError(f"--output {path}: must end with .jsonl or .csv")
         self._path = path
@@ -52,7 +52,11 @@ class RecordFile:
             writer.writerow(flat)
 
     def read(self) -> list[Record]:
-        """From the first to the newest."""
+        """From the first to the newest.
+
+        Raises:
+            ConfigError: something else than records stands there.
+        """
         if not self._path.exists():
             return []
         try:
@@ -89,7 +93,8 @@ def _flat(record: Record) -> dict[str, str]:
 
 
 def _unflat(row: dict[str, str]) -> Record:
-    record: Record = {key: text if key in _TEXT else _value(text) for key, text in row.items()}
+    record: Record = {key: _value(text) for key, text in row.items()}
+    record |= {key: row[key] for key in _TEXT} | {key: row[key] or None for key in _VERSIONS}
     for key in _LISTS:
         record[key] = [float(number) for number in row[key].split()] or None
     words = row["layers"].split()

@@ -114,10 +114,17 @@ class _Report:
         self.add(self.known[number] | {"status": _OUT_OF_MEMORY})
         self.show()
         if self._is_main:
-            left = ", ".join(record["case"] for record in self.known[number + 1 :])
+            left = ", ".join(
+                known["case"]
+                for known, before in zip(self.known[number + 1 :], self._before[number + 1 :], strict=True)
+                if before is None
+            )
+            how = (
+                "the same command goes on with" if self._file else "not measured, to be started anew without this case"
+            )
             logger.error(
                 "case %s: rank %d is out of memory; all ranks end here, for others may be waiting for it%s",
                 self.known[number]["case"],
                 rank,
-                f". Not measured, to be started anew without this case: {left}" if left else "",
+                f"; {how}: {left}" if left else "",
             )

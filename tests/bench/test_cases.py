@@ -68,7 +68,9 @@ def test_layouts_are_those_that_the_ranks_allow_and_cases_come_behind_them(ranks
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("dp: parallel.tp=2", "dp='parallel.tp=2' must be a list of section.key=value"),
+        ("dp: parallel.tp=2", "'dp': 'parallel.tp=2': expected NAME: .section.key=value"),
+        ("../dp: []", "'../dp': .*expected NAME"),
+        ("2: []", "2: .*expected NAME"),
         ("tp3: [parallel.tp=3, parallel.pt=1]", "tp3: .*unknown key 'parallel.pt'"),
         ("tp4: [parallel.tp=4]", "no layout is for 2 ranks"),
     ],

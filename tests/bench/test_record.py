@@ -93,6 +93,9 @@ def test_a_file_gives_its_records_back_and_knows_what_was_measured(tmp_path, kno
     assert measured_before(known | {"estimate_bytes": 1, "parameters": 2}, [], file.read()) == measured
     for other in ({"ranks": 4}, {"overrides": "seed=3"}, {"torch": "9.0"}, {"data": "own"}, {"steps": 5}):
         assert measured_before(known | other, [], file.read()) is None
+    later = known | {"triton": "3.10"}
+    file.write(later)
+    assert measured_before(later, [], file.read()) == later
     assert measured_before(known, ["share_scan"], file.read()) == measured
     assert measured_before(known, ["save_bytes"], file.read()) is None
 
@@ -118,11 +121,15 @@ def test_a_file_with_a_line_cut_off_is_refused(tmp_path, known, name):
 
 def test_cases_of_one_model_are_compared_whatever_their_layout(known):
     first = complete(known | {"case": "dp"}, MEASURED)
-    near = complete(known | {"case": "tp2", "tp": 2, "dp": 1}, replace(MEASURED, losses=[11.0, 10.501]))
+    overrides = f"{known['overrides']} parallel.tp=2"
+    near = complete(
+        known | {"case": "tp2", "overrides": overrides, "tp": 2, "dp": 1}, replace(MEASURED, losses=[11.0, 10.501])
+    )
     far = complete(known | {"case": "cp2", "cp": 2, "dp": 1}, replace(MEASURED, grad_norms=[2.1, 1.0]))
     other = complete(known | {"case": "longer", "seq_length": 8192}, MEASURED)
     out = known | {"case": "pp2", "status": "out of memory"}
-    (line,) = agreement_lines([first, out, near, far, other])
+    faster = complete(known | {"case": "lr", "overrides": f"{known['overrides']} optimizer.lr=1"}, MEASURED)
+    (line,) = agreement_lines([first, out, near, far, other, faster])
     assert line == (
         "dp and 2 of the same model, 2 steps, largest difference: losses 9.5e-05 (tp2 within 2e-03), "
         "gradient norms 5.0e-02 (cp2, NOT within 2e-02)"
@@ -131,7 +138,8 @@ def test_cases_of_one_model_are_compared_whatever_their_layout(known):
 
 def test_a_picture_has_rates_and_what_was_profiled(tmp_path, known):
     profiled = complete(known, replace(MEASURED, shares=dict.fromkeys([*PARTS, "other", "idle"], 0.1)))
-    for records in ([profiled, known | {"status": "out of memory"}], [complete(known, MEASURED)]):
+    out = known | {"status": "out of memory"}
+    for records in ([profiled, out], [complete(known, MEASURED)], [out]):
         draw(records, tmp_path / "picture.png")
         assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     assert shares_line(profiled).startswith(f"{profiled['case']}, of a step: communication 10 %, ")

@@ -96,7 +96,7 @@ def test_of_several_ranks_all_end_with_the_record_whichever_ran_out(stage, tmp_p
     said = [(tmp_path / f"{stage.name}.{rank}").read_text() for rank in range(2)]
     assert said[0].count("tokens/s") == 1
     assert "is out of memory; all ranks end here" in said[0]
-    assert "to be started anew without this case: next" in said[0]
+    assert "the same command goes on with: next" in said[0]
     assert "Traceback" not in said[0] + said[1]
 
 
